@@ -1,0 +1,60 @@
+"""Lockstep's public API: what these names promise is kept; everything else may move.
+
+``LLM`` and ``RequestOutput`` load what stands behind them on first use, so importing this module costs little.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from runtime.config import EngineConfig, SamplingParams
+from runtime.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineError,
+    InputError,
+    LockstepError,
+    LockstepGuardError,
+    ProtocolError,
+    RankDiedError,
+    RankError,
+    RankRaisedError,
+    RankTimeoutError,
+    RequestError,
+    StartupError,
+)
+
+if TYPE_CHECKING:
+    from launch.llm import LLM
+    from runtime.request import RequestOutput
+
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineConfig",
+    "EngineError",
+    "InputError",
+    "LockstepError",
+    "LockstepGuardError",
+    "ProtocolError",
+    "RankDiedError",
+    "RankError",
+    "RankRaisedError",
+    "RankTimeoutError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StartupError",
+]
+
+_LATE = {"LLM": "launch.llm", "RequestOutput": "runtime.request"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(_LATE[name]), name)

@@ -1,0 +1,1 @@
+"""The driver process: configuration, protocol, scheduling, the engine. Never imports torch."""

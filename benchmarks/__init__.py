@@ -1,0 +1,1 @@
+"""What we claim, measured. Run through ``lockstep bench``; nothing of the product imports this."""

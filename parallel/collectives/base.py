@@ -1,0 +1,212 @@
+"""The interface every collective implementation offers, its errors, and what the host implementations share.
+
+``group.py`` picks an implementation; layers and the sampler only ever see the group. Whatever the implementation, all
+ranks end up with the same bits, and host implementations sum in rank order with fp32 accumulation, so that they agree
+with each other bit for bit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from typing_extensions import override
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; the group cannot be used any more, by any rank."""
+
+
+class CollectiveTimeout(CollectiveError):
+    """Some ranks did not join in time. The message names them, the operation and its number.
+
+    Attributes:
+        missing: the ranks that did not join, ascending.
+    """
+
+    def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
+class CollectiveMismatch(CollectiveError):
+    """The ranks joined different collectives: another operation, size, dtype, root or epoch."""
+
+
+class Operation(IntEnum):
+    """What a collective does. The numbers are also those of ``native/shm.c``."""
+
+    ALL_REDUCE = 1
+    ALL_GATHER = 2
+    GATHER = 3
+    BROADCAST = 4
+    BARRIER = 5
+
+
+REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
+"""What can be summed on the host."""
+
+DTYPES = (
+    torch.uint8,  # its number, 0, also stands for "none"
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.float64,
+    torch.int8,
+    torch.int16,
+)
+"""What can be exchanged. The first four have the numbers that ``native/shm.c`` knows."""
+
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+class Collectives(ABC):
+    """Exchanges between the ranks of one group. Every rank calls the same ones, in the same order, from one thread.
+
+    Attributes:
+        backend: the name of the implementation.
+        rank: this rank.
+        size: the number of ranks.
+        epoch: a number that every collective compares across ranks where the implementation can. A worker sets it
+            to its step, so that a rank which is a step behind is found and not mixed up.
+    """
+
+    backend: str = ""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.epoch = 0
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of ``x`` over the ranks, as a new tensor. Raises :class:`CollectiveError`, as do all the others."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``: the tensor of every rank, which all have the same shape and dtype."""
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor, dst: int) -> torch.Tensor | None:
+        """As ``all_gather``, on rank ``dst``; None on the others."""
+
+    @abstractmethod
+    def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Rank ``src``'s tensor as a new one. The others pass one of the same shape and dtype, whatever is in it."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group and release what it owns. May be called twice."""
+
+
+class Call(NamedTuple):
+    """What one rank believes a collective to be; all ranks have to believe the same.
+
+    Attributes:
+        operation: which one.
+        dtype: index into :data:`DTYPES`.
+        root: the source or destination rank, 0 where there is none.
+        nbytes: of one rank's tensor.
+        epoch: see :class:`Collectives`.
+    """
+
+    operation: Operation
+    dtype: int
+    root: int
+    nbytes: int
+    epoch: int
+
+    def __str__(self) -> str:
+        text = self.operation.name.lower()
+        if self.operation is not Operation.BARRIER:
+            text += f" of {self.nbytes} bytes of {str(DTYPES[self.dtype]).removeprefix('torch.')}"
+        if self.operation in (Operation.GATHER, Operation.BROADCAST):
+            text += f" with root {self.root}"
+        return text + (f" in epoch {self.epoch}" if self.epoch else "")
+
+
+def mismatch_text(calls: dict[int, Call], number: int) -> str:
+    """The message of a :class:`CollectiveMismatch` from what each rank called."""
+    by_call: dict[Call, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        by_call.setdefault(call, []).append(rank)
+    told = "; ".join(f"{rank_list(ranks)} called {call}" for call, ranks in by_call.items())
+    return f"the ranks do not agree on collective {number}: {told}. One of them skipped or added a collective before"
+
+
+def rank_list(ranks: list[int] | tuple[int, ...]) -> str:
+    """``rank 1`` or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class HostCollectives(Collectives):
+    """What implementations that work in host memory share: checks, staging of device tensors, outputs.
+
+    A subclass provides :meth:`run`. A tensor on another device is copied to the host and its result back, which is
+    right but slow, and cannot be captured in a CUDA graph.
+    """
+
+    @abstractmethod
+    def run(self, call: Call, source: torch.Tensor, target: torch.Tensor | None) -> None:
+        """Carry out ``call``.
+
+        Args:
+            call: what to do.
+            source: this rank's tensor, contiguous, on the host.
+            target: where the result goes, or None where this rank gets none; ``[size, *source.shape]`` for gathers,
+                else the shape of ``source``. Not initialised.
+        """
+
+    @override
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype not in REDUCIBLE:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
+            raise ValueError(f"all_reduce sums {names}; rank {self.rank} passed {x.dtype}")
+        return _present(self._exchange(Operation.ALL_REDUCE, x, 0, x.shape))
+
+    @override
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return _present(self._exchange(Operation.ALL_GATHER, x, 0, (self.size, *x.shape)))
+
+    @override
+    def gather(self, x: torch.Tensor, dst: int) -> torch.Tensor | None:
+        shape = (self.size, *x.shape) if self.rank == dst else None
+        return self._exchange(Operation.GATHER, x, dst, shape)
+
+    @override
+    def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        return _present(self._exchange(Operation.BROADCAST, x, src, x.shape))
+
+    @override
+    def barrier(self) -> None:
+        self._exchange(Operation.BARRIER, torch.empty(0, dtype=torch.uint8, device="cpu"), 0, None)
+
+    def _exchange(
+        self, operation: Operation, x: torch.Tensor, root: int, shape: tuple[int, ...] | None
+    ) -> torch.Tensor | None:
+        if not 0 <= root < self.size:
+            raise ValueError(f"{operation.name.lower()} with root {root}; the ranks are 0 to {self.size - 1}")
+        number = _DTYPE_NUMBERS.get(x.dtype)
+        if number is None:
+            raise ValueError(f"rank {self.rank} passed {x.dtype} to {operation.name.lower()}, which it cannot carry")
+        source = x if x.is_cpu else x.to("cpu")
+        if not source.is_contiguous():
+            source = source.contiguous()
+        target = None if shape is None else torch.empty(shape, dtype=x.dtype, device="cpu")
+        self.run(Call(operation, number, root, source.nbytes, self.epoch), source, target)
+        return target if target is None or x.is_cpu else target.to(x.device)
+
+
+def _present(result: torch.Tensor | None) -> torch.Tensor:
+    if result is None:
+        raise CollectiveError("an exchange that every rank gets a result of gave none; this is a bug")
+    return result

@@ -1,0 +1,82 @@
+"""Which implementation a group uses, and how it is opened."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel.collectives.base import CollectiveError, Collectives
+from parallel.collectives.segment import DIRECTORY
+from parallel.collectives.shared_memory import NoLibraryError, open_shared_memory
+from parallel.platform import platform_for
+
+if TYPE_CHECKING:
+    from parallel.group import GroupSpec
+
+logger = logging.getLogger("lockstep")
+
+
+def open_collectives(spec: GroupSpec, device: torch.device) -> Collectives:
+    """Open the implementation that ``spec.backend`` names; "auto" takes the best one the device and hosts allow.
+
+    Every rank comes to the same choice: it depends on what is equal on all of them, and where a rank cannot use
+    shared memory, all ranks learn it and fall back together.
+
+    Raises:
+        CollectiveError: it cannot be opened.
+        ValueError: the backend does not fit the device or the hosts.
+    """
+    backend = _choose(spec, device)
+    if backend == "shm":
+        try:
+            return open_shared_memory(
+                spec.name,
+                spec.rank,
+                spec.size,
+                run_id=spec.run_id,
+                library_dir=spec.library_dir,
+                timeout=spec.timeout,
+            )
+        except NoLibraryError as error:
+            if spec.backend != "auto":
+                raise
+            logger.warning("rank %d: collectives fall back to gloo, which is far slower: %s", spec.rank, error)
+            backend = "gloo"
+    return _open_distributed(backend, spec, device)
+
+
+def _choose(spec: GroupSpec, device: torch.device) -> str:
+    backend = spec.backend
+    if backend == "auto":
+        usable = {"gloo": True, "nccl": device.type == "cuda", "shm": spec.same_host and os.path.isdir(DIRECTORY)}
+        return next(name for name in platform_for(device).collective_backends if usable[name])
+    if backend == "nccl" and device.type != "cuda":
+        raise ValueError(f"nccl works between CUDA devices; rank {spec.rank} is on {device}: use auto, shm or gloo")
+    if backend == "shm" and not spec.same_host:
+        raise ValueError("shared memory works between ranks on one host; these are on several: use auto or gloo")
+    return backend
+
+
+def _open_distributed(backend: str, spec: GroupSpec, device: torch.device) -> Collectives:
+    # Imported here: a group over shared memory starts without torch.distributed.
+    from parallel.collectives.gloo import GlooCollectives
+    from parallel.collectives.nccl import NcclCollectives
+    from parallel.collectives.store import open_store
+
+    try:
+        store = open_store(
+            spec.init_method,
+            spec.rank,
+            spec.size,
+            prefix=f"{spec.run_id}/{spec.name}",
+            same_host=spec.same_host,
+            timeout=spec.timeout,
+        )
+    except RuntimeError as error:
+        raise CollectiveError(f"rank {spec.rank} cannot open the store {spec.init_method}: {error}") from error
+    if backend == "nccl":
+        return NcclCollectives(spec.rank, spec.size, store, device, spec.timeout)
+    return GlooCollectives(spec.name, spec.rank, spec.size, store, spec.timeout, spec.same_host)

@@ -1,0 +1,155 @@
+"""The two ends of a model over tensor-parallel ranks: token embedding and LM head, both cut by vocabulary.
+
+Both use the same cut, so that a head can share the embedding's weight. The head returns local logits only; who
+exchanges what of them is the sampler's matter.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from typing_extensions import override
+
+from parallel.cpu_linear import linear
+from parallel.group import TensorParallelGroup, get_group
+from parallel.library import device_keys, register_op
+from parallel.parameter import ParallelModule, ParameterLoader, Piece
+from parallel.shard import BLOCK, Shard, split
+
+
+@functools.cache
+def split_vocab(vocab_size: int, parts: int) -> tuple[Shard, ...]:
+    """Who holds which rows of the embedding and of the LM head."""
+    return split(vocab_size, parts, BLOCK)
+
+
+class _VocabParallel(ParallelModule):
+    """A weight ``[vocabulary, hidden]`` cut by vocabulary.
+
+    Args:
+        num_embeddings: the whole vocabulary.
+        embedding_dim: the hidden size.
+        group: the ranks.
+        prefix: the layer's full name in the model.
+        dtype: of the weight; default: torch's default dtype.
+
+    Attributes:
+        vocab_shard: the token ids of this rank.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: TensorParallelGroup,
+        prefix: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(prefix)
+        self.group = group
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.vocab_shard = split_vocab(num_embeddings, group.size)[group.rank]
+        self.rows = (Piece(None, num_embeddings, self.vocab_shard),)
+        columns = (Shard(0, embedding_dim), embedding_dim)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.add_parameter("weight", ParameterLoader(self, "weight", self.rows, columns=columns), dtype)
+
+
+class VocabParallelEmbedding(_VocabParallel):
+    """Token embedding. Every rank looks up the ids it holds, leaves zeros for the others, and the ranks add up."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids ``[T]`` (int32 or int64) to ``[T, embedding_dim]``, on every rank."""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.weight)
+        local = torch.ops.lockstep.vocab_embedding(input_ids, self.weight, self.num_embeddings, self.group.name)
+        return self.group.all_reduce(local)
+
+
+class ParallelLMHead(_VocabParallel):
+    """The projection to logits. Each rank computes those of ``vocab_shard``.
+
+    Args:
+        bias: whether there is one, cut like the weight.
+
+    The others: see the embedding's.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: TensorParallelGroup,
+        bias: bool = False,
+        prefix: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
+        self._embedding: tuple[VocabParallelEmbedding, ...] = ()
+        if bias:
+            dtype = torch.get_default_dtype() if dtype is None else dtype
+            self.add_parameter("bias", ParameterLoader(self, "bias", self.rows), dtype)
+        else:
+            self.register_parameter("bias", None)
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Use the embedding's weight from now on; the head has no weight parameter of its own any more.
+
+        The weight is looked up at every use, because materialising the model replaces it.
+
+        Raises:
+            ValueError: the embedding is of another shape.
+        """
+        mine, theirs = (self.num_embeddings, self.embedding_dim), (embedding.num_embeddings, embedding.embedding_dim)
+        if mine != theirs:
+            raise ValueError(f"{self.prefix or 'the LM head'} {mine} cannot share the weight of an embedding {theirs}")
+        del self.weight
+        # In a tuple, so that the embedding does not become a submodule here and its weight a parameter with two names.
+        self._embedding = (embedding,)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden ``[n, embedding_dim]`` to the local logits ``[n, vocab_shard.size]``, in fp32.
+
+        Not rounded to a narrower dtype, in which the best tokens often tie.
+        """
+        return linear(hidden, self.weight, self.bias, wide=True)
+
+    @override
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what is not found otherwise: the weight, once it is tied.
+        if name == "weight" and (tied := self.__dict__.get("_embedding")):
+            return tied[0].weight
+        return super().__getattr__(name)
+
+
+def _vocab_embedding(input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, group_name: str) -> torch.Tensor:
+    """The rows of ids this rank holds, zeros for the others.
+
+    An op and not a few tensor operations, because those would put the rank's first id into the traced graph, which is
+    shared by all ranks.
+    """
+    group = get_group(group_name)
+    shard = split_vocab(vocab_size, group.size)[group.rank]
+    local = input_ids - shard.start
+    held = (local >= 0) & (local < shard.size)
+    rows = F.embedding(torch.where(held, local, 0), weight)
+    return rows.masked_fill_(~held.unsqueeze(-1), 0)
+
+
+def _vocab_embedding_fake(
+    input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, group_name: str
+) -> torch.Tensor:
+    return weight.new_empty((*input_ids.shape, weight.shape[1]))
+
+
+register_op("vocab_embedding", _vocab_embedding, fake=_vocab_embedding_fake, dispatch_key=device_keys())

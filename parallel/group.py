@@ -1,0 +1,194 @@
+"""The ranks of one model replica as a layer sees them: who am I, how many are we, and the exchanges between us.
+
+``all_reduce`` and ``all_gather`` go through opaque ops keyed by the group's *name*, so that a traced graph holds
+neither a rank nor a process group and is the same on every rank. The ops find the group in the registry below, which
+is the only mutable state here. How an exchange is done is the matter of ``parallel/collectives/``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel.collectives.base import Collectives
+from parallel.library import device_keys, register_op
+
+BACKENDS = ("auto", "shm", "gloo", "nccl")
+
+_GROUPS: dict[str, TensorParallelGroup] = {}
+"""Open groups by name, for the ops: an op's schema can carry a name but no group."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """How one rank finds the others. Plain values, so that a launcher can send it.
+
+    Attributes:
+        name: what compiled graphs call the group; the same in every run ("tp"), unique within a process.
+        rank: this rank.
+        size: the number of ranks.
+        init_method: where ranks meet if they need a store: ``file:///path`` (one host) or ``tcp://host:port``, where
+            rank 0 listens.
+        backend: "auto", "shm", "gloo" or "nccl".
+        same_host: whether all ranks run on one host; then nothing listens outside loopback.
+        run_id: ``lockstep-<pid>-<anything>`` or ``<pid>-<anything>``, with the pid of the driver (or of rank 0), and
+            another one for each start of a group. Shared-memory names are made of it, and those whose pid is dead
+            are swept.
+        timeout: seconds a rank waits for the others in one collective, and for them to come at the start.
+        library_dir: where compiled C code is kept.
+    """
+
+    name: str
+    rank: int
+    size: int
+    init_method: str
+    backend: str = "auto"
+    same_host: bool = True
+    run_id: str = ""
+    timeout: float = 60.0
+    library_dir: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or not 0 <= self.rank < self.size:
+            raise ValueError(f"group {self.name!r} has rank {self.rank} of {self.size}; ranks are 0 to size - 1")
+        if self.backend not in BACKENDS:
+            raise ValueError(f"group {self.name!r} asks for backend {self.backend!r}; there are {', '.join(BACKENDS)}")
+        if not self.timeout > 0:
+            raise ValueError(f"group {self.name!r} has a timeout of {self.timeout} s; it has to be above 0")
+
+
+class TensorParallelGroup:
+    """The ranks that hold one replica together.
+
+    Every rank makes the same calls in the same order, from one thread. With one rank nothing is exchanged.
+
+    Attributes:
+        name: see :class:`GroupSpec`.
+        rank: this rank, from 0.
+        size: the number of ranks.
+        device: where this rank computes.
+        collectives: the implementation; None with one rank. A fault injector may put a wrapper here.
+    """
+
+    def __init__(
+        self, name: str, rank: int, size: int, device: torch.device, collectives: Collectives | None = None
+    ) -> None:
+        if (collectives is None) != (size == 1):
+            raise ValueError(f"group {name!r} of {size}: collectives are for groups of two ranks and more")
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.collectives = collectives
+        if collectives is not None:
+            if name in _GROUPS:
+                raise ValueError(f"this process already has a group {name!r}; close it first or choose another name")
+            _GROUPS[name] = self
+
+    @property
+    def backend(self) -> str:
+        """The name of the implementation in use, "none" with one rank."""
+        return "none" if self.collectives is None else self.collectives.backend
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of ``x`` over the ranks, a new tensor of the same shape and dtype; with one rank ``x`` itself.
+
+        Rank-order sum with fp32 accumulation, the same bits on every rank. Traceable.
+
+        Raises:
+            CollectiveError: a rank did not join, or joined another collective. The group is unusable afterwards.
+        """
+        return x if self.size == 1 else torch.ops.lockstep.all_reduce(x, self.name)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """``[size, *x.shape]``, the ``x`` of every rank; shapes and dtypes have to be equal. Traceable."""
+        return x.unsqueeze(0) if self.size == 1 else torch.ops.lockstep.all_gather(x, self.size, self.name)
+
+    def gather(self, x: torch.Tensor, dst: int = 0) -> torch.Tensor | None:
+        """``[size, *x.shape]`` on rank ``dst``, None on the others."""
+        return x.unsqueeze(0) if self.collectives is None else self.collectives.gather(x, dst)
+
+    def broadcast(self, x: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Rank ``src``'s tensor, on every rank. The others pass a tensor of that shape and dtype."""
+        return x if self.collectives is None else self.collectives.broadcast(x, src)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        if self.collectives is not None:
+            self.collectives.barrier()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the following collectives their step (0 to 2**63 - 1): ranks in different steps are an error."""
+        if self.collectives is not None:
+            self.collectives.epoch = epoch
+
+    def close(self) -> None:
+        """Leave the group and free its name. May be called twice."""
+        if self.collectives is not None:
+            self.collectives.close()
+            if _GROUPS.get(self.name) is self:
+                del _GROUPS[self.name]
+
+
+def single_rank_group(device: torch.device) -> TensorParallelGroup:
+    """A group of one rank, which needs no communication."""
+    return TensorParallelGroup("single", 0, 1, device)
+
+
+def init_group(spec: GroupSpec, device: torch.device) -> TensorParallelGroup:
+    """Meet the other ranks. Called by every rank of the group at about the same time.
+
+    Args:
+        spec: equal on all ranks but for ``rank``.
+        device: where this rank computes; a CUDA device has to be the current one.
+
+    Raises:
+        CollectiveTimeout: some ranks did not come.
+        CollectiveError: the group cannot be set up (no room in /dev/shm, no compiler for an explicit "shm", ...).
+    """
+    if spec.size == 1:
+        return TensorParallelGroup(spec.name, spec.rank, 1, device)
+    from parallel.collectives.choose import open_collectives
+
+    return TensorParallelGroup(spec.name, spec.rank, spec.size, device, open_collectives(spec, device))
+
+
+def get_group(name: str) -> TensorParallelGroup:
+    """The open group of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return _GROUPS[name]
+    except KeyError:
+        known = ", ".join(sorted(_GROUPS)) or "none"
+        raise ValueError(f"no group {name!r} is open in this process (open: {known}); call init_group first") from None
+
+
+def _collectives(name: str) -> Collectives:
+    collectives = get_group(name).collectives
+    if collectives is None:
+        raise ValueError(f"group {name!r} has one rank and no collectives")
+    return collectives
+
+
+def _all_reduce(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return _collectives(group_name).all_reduce(x)
+
+
+def _all_reduce_fake(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _all_gather(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    return _collectives(group_name).all_gather(x)
+
+
+def _all_gather_fake(x: torch.Tensor, group_size: int, group_name: str) -> torch.Tensor:
+    return x.new_empty((group_size, *x.shape))
+
+
+register_op("all_reduce", _all_reduce, fake=_all_reduce_fake, dispatch_key=device_keys())
+register_op("all_gather", _all_gather, fake=_all_gather_fake, dispatch_key=device_keys())

@@ -1,0 +1,1 @@
+"""C sources, and what compiles them when they are first used."""

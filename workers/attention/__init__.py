@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: the interface of a backend, and the backends."""

@@ -1,0 +1,79 @@
+"""The gated feed-forward network of a decoder layer: gate and up in one product, activation, down."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from parallel.group import TensorParallelGroup
+from parallel.linear import MergedColumnParallelLinear, QuantConfig, RowParallelLinear
+from workers.layers.activation import SiluAndMul, activation_for
+
+
+class MLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, cut over the ranks by columns, then by rows.
+
+    Args:
+        hidden_size: of input and output.
+        intermediate_size: of the activation, over all ranks.
+        hidden_act: "silu"; a model with another activation brings its own layer.
+        quant_config: of the two linear layers; None: plain weights.
+        bias: whether they have biases.
+        prefix: the layer's full name; ``{prefix}.gate_up_proj`` and ``{prefix}.down_proj`` hold the parameters.
+        reduce_results: sum the output over the ranks; else return this rank's partial sum.
+        disable_tp: whole weights and no exchange on every rank.
+        group: the ranks.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: another ``hidden_act``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        hidden_act: str,
+        quant_config: QuantConfig | None = None,
+        bias: bool = False,
+        prefix: str = "",
+        reduce_results: bool = True,
+        disable_tp: bool = False,
+        *,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        if hidden_act != "silu":
+            raise ValueError(
+                f"{prefix or 'MLP'}: hidden_act is {hidden_act!r}; this layer computes silu(gate) * up and takes "
+                "'silu' only, a model with another activation brings its own layer"
+            )
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size,
+            [intermediate_size] * 2,
+            group=group,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.gate_up_proj",
+            disable_tp=disable_tp,
+            dtype=dtype,
+        )
+        self.down_proj = RowParallelLinear(
+            intermediate_size,
+            hidden_size,
+            group=group,
+            bias=bias,
+            quant_config=quant_config,
+            prefix=f"{prefix}.down_proj",
+            reduce_results=reduce_results,
+            disable_tp=disable_tp,
+            dtype=dtype,
+        )
+        self._activate = activation_for(self.down_proj, SiluAndMul())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        gate_up, _ = self.gate_up_proj(x)
+        output, _ = self.down_proj(self._activate(gate_up))
+        return output

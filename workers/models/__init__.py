@@ -1,0 +1,1 @@
+"""The models: one shared decoder body, one small file per family, and the registry from architecture to class."""

@@ -1,0 +1,9 @@
+"""Mistral: Llama's form, with a sliding window in every layer if the config sets one."""
+
+from __future__ import annotations
+
+from workers.models.decoder import DecoderForCausalLM
+
+
+class MistralForCausalLM(DecoderForCausalLM):
+    """The plain decoder without biases."""

@@ -1,0 +1,13 @@
+"""Qwen 2, 2.5 and 3."""
+
+from __future__ import annotations
+
+from workers.models.decoder import DecoderForCausalLM
+
+
+class Qwen2ForCausalLM(DecoderForCausalLM):
+    """The decoder with biases on queries, keys and values; later layers may have a sliding window."""
+
+
+class Qwen3ForCausalLM(DecoderForCausalLM):
+    """The decoder with a norm on every query and key head, and usually no bias."""

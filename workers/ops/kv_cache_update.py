@@ -1,0 +1,48 @@
+"""The KV-update op: stores a step's keys and values before attention reads the cache.
+
+It runs only where the attention backend does not store them itself. Its result is an empty tensor that the attention
+op takes as an argument: the cache is not among the op's arguments, so without that the compiler would see no reason
+to keep the two in order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parallel.library import device_keys, register_op
+from workers.forward_context import get_forward_context
+
+
+def kv_cache_update(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> torch.Tensor:
+    """Store keys and values, [T, num_kv_heads, head_dim], in the slots that the forward context gives the tokens.
+
+    Returns:
+        an empty tensor, for the attention op of the same layer.
+
+    Raises:
+        RuntimeError: no forward pass is running.
+        KeyError: the context has no such layer.
+    """
+    context = get_forward_context()
+    context.layers[layer_name].backend.write_kv(context, key, value, context.kv_caches[layer_name])
+    return kv_cache_update_fake(key, value, layer_name)
+
+
+def kv_cache_update_fake(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> torch.Tensor:
+    """The empty tensor."""
+    return torch.empty(0, dtype=key.dtype, device=key.device)
+
+
+def kv_cache_update_reference(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Token by token, into a cache [num_blocks, 2, num_kv_heads, block_size, head_dim]; slot -1 is skipped."""
+    block_size = kv_cache.shape[3]
+    slots: list[int] = slot_mapping.tolist()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            kv_cache[slot // block_size, 0, :, slot % block_size] = key[token]
+            kv_cache[slot // block_size, 1, :, slot % block_size] = value[token]
+
+
+register_op("kv_cache_update", kv_cache_update, fake=kv_cache_update_fake, dispatch_key=device_keys())

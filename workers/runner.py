@@ -1,0 +1,191 @@
+"""Runs steps: StepPlan -> static buffers -> forward pass -> sampler -> StepResult.
+
+The runner owns everything one rank holds between steps: the model replica, the KV cache, the buffers and the sampler.
+It knows no channel and no verb (``worker.py``); how attention reads its metadata is ``forward_context.py``'s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from parallel.group import TensorParallelGroup
+from runtime.checkpoint import inspect_checkpoint
+from runtime.config import EngineConfig
+from runtime.errors import ConfigError
+from runtime.model_config import ModelConfig
+from runtime.protocol import SampledToken, StepPlan, StepResult
+from workers.batch import Batch, BatchBuffers
+from workers.faults import FaultInjector
+from workers.forward_context import ForwardContext, forward_context
+from workers.kv_cache import KVCacheSpec, allocate_kv_cache
+from workers.models.decoder import DecoderForCausalLM
+from workers.models.registry import build_model
+from workers.sampler import Sampler
+from workers.weights import LoadReport, load_weights
+
+CPU_KV_SHARE_OF_FREE_MEMORY = 0.25
+"""On CPU the KV cache takes at most this share of the memory that is free, divided among the ranks of a host."""
+
+
+class ModelRunner:
+    """One rank's model and everything it needs to run a step.
+
+    Args:
+        config: resolved.
+        group: the tensor-parallel group, already connected.
+        ranks_on_host: how many ranks share this host's memory.
+        faults: carries out an injected fault; None in production.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        group: TensorParallelGroup,
+        *,
+        ranks_on_host: int,
+        faults: FaultInjector | None,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.group = group
+        self.device = group.device
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self._ranks_on_host = ranks_on_host
+        self._faults = faults
+        self.model: DecoderForCausalLM
+        self.kv_spec: KVCacheSpec
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        self.buffers: BatchBuffers
+        self.sampler: Sampler
+
+    def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
+        """Build the replica on the meta device, then fill this rank's shard from the checkpoint.
+
+        Raises:
+            CheckpointError: missing, unexpected or misshaped tensors.
+        """
+        checkpoint = inspect_checkpoint(self.config.model)
+        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype)
+        report = load_weights(self.model, checkpoint, device=self.device, progress=progress)
+        self.kv_spec = KVCacheSpec.from_model(self.model, self.config.block_size)
+        return report
+
+    def affordable_kv_blocks(self) -> int:
+        """KV blocks this rank has memory for, at most what the configured sequences can ever fill.
+
+        Raises:
+            ConfigError: not even one sequence block fits.
+        """
+        assert self.config.max_model_len is not None, "resolve() sets max_model_len"
+        blocks_per_seq = -(-self.config.max_model_len // self.config.block_size)
+        useful = self.config.max_num_seqs * blocks_per_seq
+        memory = self.config.kv_cache_memory or self._free_memory_for_kv()
+        blocks = min(useful, memory // self.kv_spec.bytes_per_block)
+        if blocks < 1:
+            raise ConfigError(
+                f"{memory} bytes for the KV cache of rank {self.group.rank} hold no block of "
+                f"{self.kv_spec.bytes_per_block} bytes; raise --kv-cache-memory or --gpu-memory-utilization, or "
+                "lower --block-size"
+            )
+        return blocks
+
+    def _free_memory_for_kv(self) -> int:
+        if self.device.type == "cuda":
+            self._profile_memory()
+            free, total = torch.cuda.mem_get_info(self.device)
+            reusable = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            peak = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+            used = total - free - reusable
+            return max(0, int(total * self.config.gpu_memory_utilization) - used - peak)
+        return int(available_memory() * CPU_KV_SHARE_OF_FREE_MEMORY / self._ranks_on_host)
+
+    def _profile_memory(self) -> None:
+        """Find the peak memory of the largest step by running it once over a cache of one block."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.allocate(1)
+        tokens = self.buffers.max_num_tokens
+        batch = self.buffers.fill(StepPlan(0, ()), tokens)
+        hidden = self._forward(batch, tokens)
+        self.model.compute_logits(hidden[: self.config.max_num_seqs])
+        torch.cuda.synchronize(self.device)
+        self.kv_caches = {}
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate the KV cache, the static buffers and the sampler. ``num_blocks`` is the minimum over ranks."""
+        assert self.config.max_model_len is not None, "resolve() sets max_model_len"
+        self.kv_caches = allocate_kv_cache(self.kv_spec, num_blocks, self.device)
+        self.buffers = BatchBuffers(
+            max_num_tokens=self.config.max_num_batched_tokens,
+            max_num_reqs=self.config.max_num_seqs,
+            max_model_len=self.config.max_model_len,
+            block_size=self.config.block_size,
+            device=self.device,
+        )
+        self.sampler = Sampler(
+            self.group,
+            self.model.vocab_shard,
+            self.model_config.vocab_size,
+            self.device,
+            eos_token_ids=self.model_config.eos_token_ids,
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step on this rank, at the same time as every other rank runs it.
+
+        Returns:
+            the sampled tokens on rank 0; an empty result on the others.
+        """
+        started = time.perf_counter()
+        self.group.set_epoch(plan.step_id)  # A rank that is in another step is found by its first collective.
+        for req_id in plan.dropped:
+            self.sampler.drop(req_id)
+        for new in plan.new:
+            self.sampler.add(new)
+        self.buffers.apply(plan)
+        batch = self.buffers.fill(plan, plan.num_tokens)
+        prepared = time.perf_counter()
+        hidden = self._forward(batch, plan.num_tokens)
+        tokens: list[SampledToken] | None = []
+        computed = time.perf_counter()
+        # Whether rows are sampled follows from the plan alone, so every rank enters the same collectives.
+        if batch.sample_req_ids:
+            tokens = self._sample(hidden, batch, plan.step_id)
+        elif self.device.type == "cuda":
+            # Nothing was read back: wait, or the next step would overwrite pinned buffers still being copied.
+            torch.cuda.current_stream().synchronize()
+        ended = time.perf_counter()
+        stats = {"prepare": prepared - started, "forward": computed - prepared, "sample": ended - computed}
+        return StepResult(plan.step_id, tuple(tokens or ()), stats)
+
+    def _forward(self, batch: Batch, padded_tokens: int) -> torch.Tensor:
+        """Hidden states [padded_tokens, hidden_size] of one step."""
+        if padded_tokens == 0:
+            return torch.empty(0, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
+        context = ForwardContext(batch.metadata, self.model.attention_layers, self.kv_caches)
+        with forward_context(context):
+            return self.model(
+                self.buffers.input_ids.tensor[:padded_tokens], self.buffers.positions.tensor[:padded_tokens]
+            )
+
+    def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:
+        logits = self.model.compute_logits(hidden.index_select(0, batch.sample_rows))
+        if self._faults is not None and self._faults.poisons_logits(step_id):
+            logits[0] = float("nan")
+        token_ids, tokens = self.sampler.sample(logits, batch.sample_req_ids)
+        for req_id, token_id in zip(batch.sample_req_ids, token_ids, strict=True):
+            self.buffers.requests[req_id].append_token(token_id)
+        return tokens
+
+
+def available_memory() -> int:
+    """Bytes of memory this host can still give out, as the kernel estimates it."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError("/proc/meminfo names no MemAvailable; set --kv-cache-memory")

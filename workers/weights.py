@@ -1,0 +1,217 @@
+"""Fills a model that was built on the meta device from a safetensors checkpoint.
+
+Names and types are checked against the headers first, shapes with them, and everything wrong is reported at once,
+before a byte of data is read. Then each tensor is visited once, in the order of the files, and its parameter's loader
+copies the slice that this rank keeps. safetensors gives slices as views of the mapped file (a copy in old versions), so
+memory peaks at the shard plus at most one slice; the file's pages stay in the page cache, shared by a host's ranks.
+How a tensor is cut is known by its layer (``parallel/``), what the files hold by ``runtime/checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from parallel.parameter import ParallelModule, ParameterLoader, ShapeError
+from runtime.checkpoint import Checkpoint, TensorInfo
+from runtime.errors import CheckpointError
+from workers.models.decoder import DecoderForCausalLM
+
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+"""Types in which a weight that is not quantized may be stored."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading cost: bytes of the slices read, bytes of all tensors in the checkpoint, and seconds."""
+
+    bytes_read: int
+    bytes_total: int
+    seconds: float
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A module with tensors that are computed and not loaded."""
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Compute them on ``device``."""
+
+
+def load_weights(
+    model: DecoderForCausalLM,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadReport:
+    """Materialise the model on ``device`` and fill it with this rank's part of the checkpoint.
+
+    Args:
+        model: on the meta device.
+        checkpoint: from :func:`~runtime.checkpoint.inspect_checkpoint`.
+        device: where the rank computes.
+        progress: called with (bytes of the tensors done, bytes of all) after each tensor.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, of another shape or type than the model's; all of them are
+            named, with their files.
+    """
+    started = time.perf_counter()
+    model.to_empty(device=device)
+    targets = _match(model, checkpoint)
+    done = bytes_read = 0
+    with ExitStack() as stack, torch.no_grad():
+        files = {file: stack.enter_context(_open(checkpoint, file)) for file in checkpoint.files}
+        for name, info in checkpoint.tensors.items():
+            if name in targets:
+                loader, shard_id = targets[name]
+                source = _Slices(name, info, files[info.file])
+                _load(checkpoint, source, loader, shard_id)
+                bytes_read += source.bytes_read
+            done += info.nbytes
+            if progress is not None:
+                progress(done, checkpoint.total_bytes)
+    _finish(model, device)
+    return LoadReport(bytes_read, checkpoint.total_bytes, time.perf_counter() - started)
+
+
+Target = tuple[ParameterLoader, str | int | None]
+"""Where a checkpoint tensor goes: the loader of a parameter, and which part of it the tensor is (None: all)."""
+
+
+class _Slices:
+    """A checkpoint tensor of which slices can be read (``parallel.parameter.TensorSource``)."""
+
+    def __init__(self, name: str, info: TensorInfo, file: Any) -> None:
+        self.name = name
+        self.shape = info.shape
+        self.bytes_read = 0
+        self._file = file
+
+    def read(self, *slices: slice) -> torch.Tensor:
+        """The part that one slice per dimension cuts out; counts its bytes."""
+        part: torch.Tensor = self._file.get_slice(self.name)[slices]
+        self.bytes_read += part.nbytes
+        return part
+
+
+class _ShapeAccepted(Exception):
+    """Raised in place of reading, to learn whether a loader accepts a tensor's shape."""
+
+
+class _Shape:
+    """A checkpoint tensor of which only name and shape are known."""
+
+    def __init__(self, name: str, info: TensorInfo) -> None:
+        self.name = name
+        self.shape = info.shape
+
+    def read(self, *slices: slice) -> torch.Tensor:
+        """Always raises: a loader reads after it has checked the shape."""
+        raise _ShapeAccepted
+
+
+def _open(checkpoint: Checkpoint, file: str) -> Any:
+    try:
+        return safe_open(checkpoint.folder / file, framework="pt", device="cpu")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{checkpoint.folder / file} cannot be opened: {error}; fetch it again") from error
+
+
+def _load(checkpoint: Checkpoint, source: _Slices, loader: ParameterLoader, shard_id: str | int | None) -> None:
+    try:
+        loader.load(source, shard_id)
+    except SafetensorError as error:
+        raise CheckpointError(f"{checkpoint.path_of(source.name)}: tensor {source.name}: {error}") from error
+
+
+def _match(model: DecoderForCausalLM, checkpoint: Checkpoint) -> dict[str, Target]:
+    """Where every tensor of the checkpoint goes; those ignored by name are left out.
+
+    Raises:
+        CheckpointError: anything does not fit; see :func:`load_weights`.
+    """
+    loaders = dict(_loaders(model))
+    targets: dict[str, Target] = {}
+    problems: list[str] = []
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(model.ignored_weights):
+            continue
+        layer, shard_id = _layer_of(model, name)
+        fused = f"{layer} is stored whole too" if shard_id is not None and layer in checkpoint.tensors else ""
+        if layer not in loaders or fused:
+            problems.append(f"unexpected: {name} in {info.file}" + (f" ({fused})" if fused else ""))
+            continue
+        targets[name] = (loaders[layer], shard_id)
+        problems.extend(_misfits(name, info, *targets[name]))
+    missing = _expected(model, loaders, checkpoint) - set(targets)
+    problems.extend(f"missing: {name}, in none of {', '.join(checkpoint.files)}" for name in missing)
+    if problems:
+        raise CheckpointError(
+            f"the weights in {checkpoint.folder} do not fit its config.json ({model.config.architecture}):\n  "
+            + "\n  ".join(sorted(problems))
+        )
+    return targets
+
+
+def _loaders(model: nn.Module) -> Iterator[tuple[str, ParameterLoader]]:
+    """Every parameter's loader by the parameter's name in the model."""
+    for name, parameter in model.named_parameters():
+        loader = getattr(parameter, "loader", None)
+        if not isinstance(loader, ParameterLoader):
+            raise TypeError(f"parameter {name} carries no loader; its layer has to give it one")
+        yield name, loader
+
+
+def _layer_of(model: DecoderForCausalLM, tensor: str) -> tuple[str, str | int | None]:
+    """The parameter a checkpoint tensor belongs to, and which part of it the tensor is."""
+    path, _, kind = tensor.rpartition(".")
+    parent, _, layer = path.rpartition(".")
+    if layer not in model.fused_weights:
+        return tensor, None
+    fused, shard_id = model.fused_weights[layer]
+    return f"{parent}.{fused}.{kind}", shard_id
+
+
+def _expected(model: DecoderForCausalLM, loaders: dict[str, ParameterLoader], checkpoint: Checkpoint) -> set[str]:
+    """The tensors that a checkpoint of this model has to hold: a fused layer may be stored whole or in parts."""
+    expected: set[str] = set()
+    for name in loaders:
+        path, _, kind = name.rpartition(".")
+        parent, _, layer = path.rpartition(".")
+        parts = [part for part, (fused, _) in model.fused_weights.items() if fused == layer]
+        whole = not parts or name in checkpoint.tensors
+        expected.update([name] if whole else [f"{parent}.{part}.{kind}" for part in parts])
+    return expected
+
+
+def _misfits(name: str, info: TensorInfo, loader: ParameterLoader, shard_id: str | int | None) -> Iterator[str]:
+    """What is wrong with a tensor that has a place: its type or its shape."""
+    if info.dtype not in PLAIN_DTYPES:
+        yield f"wrong type: {name} in {info.file} is stored as {info.dtype}; allowed: {', '.join(PLAIN_DTYPES)}"
+    try:
+        loader.load(_Shape(name, info), shard_id)
+    except _ShapeAccepted:
+        return
+    except ShapeError as error:
+        yield f"wrong shape: {name} in {info.file}: {error}"
+
+
+def _finish(model: DecoderForCausalLM, device: torch.device) -> None:
+    """Compute what is not loaded, let layers rearrange their weights, and check that nothing was left out."""
+    left = [part for _, loader in _loaders(model) for part in loader.missing()]
+    if left:
+        raise RuntimeError(f"parameters were matched but not filled: {', '.join(left)}")
+    for module in model.modules():
+        if isinstance(module, HasBuffers):
+            module.fill_buffers(device)
+        if isinstance(module, ParallelModule):
+            module.process_after_loading()

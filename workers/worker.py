@@ -1,0 +1,220 @@
+"""The verbs a driver may call on a rank, in their order, and the loop that answers them.
+
+A rank does what the driver says and nothing else: one message, one answer. Start-up verbs come once each, in the
+order ``device, (open_rendezvous,) group, weights, kv_cache_size, kv_cache, ready``; then steps; then the channel closes
+or ``shutdown`` comes. Processes and environment are ``launch/rank_process.py``'s, the model is ``runner.py``'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import resource
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
+from parallel.platform import detect_platform
+from runtime.channel import Channel, ChannelClosedError
+from runtime.config import EngineConfig
+from runtime.errors import ProtocolError
+from runtime.model_config import ModelConfig
+from runtime.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
+from workers.faults import FaultInjector, parse_fault
+from workers.runner import ModelRunner
+
+log = logging.getLogger("lockstep")
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Who this rank is.
+
+    Attributes:
+        rank: 0 to size - 1.
+        size: tensor-parallel size.
+        local_rank: index among the ranks of this host: which GPU it takes.
+        ranks_on_host: how many of them there are.
+        threads: CPU threads it computes with.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    ranks_on_host: int
+    threads: int
+
+
+class Worker:
+    """One rank: answers verbs and steps from its channel until the driver is done with it."""
+
+    def __init__(self, info: RankInfo, config: EngineConfig, model_config: ModelConfig, channel: Channel) -> None:
+        self.info = info
+        self.config = config
+        self.model_config = model_config
+        self._channel = channel
+        fault = parse_fault(config.fault)
+        self._faults = FaultInjector(fault) if fault and fault.rank == info.rank else None
+        self._group: TensorParallelGroup | None = None
+        self._device = torch.device("cpu")
+        self._runner: ModelRunner
+        self._verbs: dict[str, Callable[..., Any]] = {
+            "device": self.take_device,
+            "open_rendezvous": self.open_rendezvous,
+            "group": self.join_group,
+            "weights": self.load_weights,
+            "kv_cache_size": self.size_kv_cache,
+            "kv_cache": self.allocate_kv_cache,
+            "ready": self.fingerprint,
+        }
+
+    def serve(self) -> None:
+        """Answer messages until ``shutdown`` or the end of the channel. Blocks without spinning while idle."""
+        try:
+            while self._answer(self._channel.recv()):
+                pass
+        except ChannelClosedError:
+            log.debug("rank %d: the driver closed the channel", self.info.rank)
+        finally:
+            if self._group is not None:
+                self._group.close()
+
+    def _answer(self, frame: bytes) -> bool:
+        """Carry out one message and send its answer; False after ``shutdown``."""
+        number: Any = -1
+        try:
+            if self._faults is not None:
+                frame = self._faults.on_message(frame)
+            message = unpack(frame)
+            number = message[1] if len(message) > 1 else -1
+            if message[0] == "step":
+                value = pack_tokens(self._execute(unpack_plan(message)))
+            elif message[0] == "call" and len(message) == 4:
+                if message[2] == "shutdown":
+                    self._channel.send(pack(["ok", number, "", None]))
+                    return False
+                value = self._call(message[2], message[3])
+            else:
+                raise ProtocolError(f"unknown message {message[0]!r}")
+            answer = pack(["ok", number, digest(frame), value])
+        except Exception as error:  # The driver decides: an error is an answer, whatever its class.
+            kind = type(error).__name__
+            log.debug("%s failed", number, exc_info=True)
+            answer = pack(["error", number, kind, str(error), traceback.format_exc()])
+        self._channel.send(answer)
+        return True
+
+    def _call(self, verb: str, arguments: dict[str, Any]) -> Any:
+        if verb not in self._verbs:
+            raise ProtocolError(f"unknown verb {verb!r}; known: {', '.join(self._verbs)}, shutdown")
+        if self._faults is not None:
+            self._faults.on_startup(verb)
+        return self._verbs[verb](**arguments)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        if self._faults is not None:
+            self._faults.on_step(plan.step_id)
+        return self._runner.execute(plan)
+
+    # ---- start-up verbs, in the order in which they are called
+
+    def take_device(self) -> dict[str, Any]:
+        """Take this rank's device. Gives its description, for the log."""
+        found = detect_platform()
+        if found.device_type != self.config.device:
+            raise RuntimeError(f"rank {self.info.rank} was to use {self.config.device}, found {found.device_type} here")
+        if self.config.device == "cuda":
+            self._device = torch.device("cuda", self.info.local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(self._device)
+            return {"device": torch.cuda.get_device_name(self._device)}
+        torch.set_num_threads(self.info.threads)
+        return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
+
+    def open_rendezvous(self) -> str:
+        """Where the ranks of several hosts can meet: a free TCP port of this host's address. Rank 0's answer counts."""
+        with socket.create_server((host_address(), 0)) as probe:
+            return f"tcp://{probe.getsockname()[0]}:{probe.getsockname()[1]}"
+
+    def join_group(self, init_method: str, same_host: bool, run_id: str) -> dict[str, Any]:
+        """Meet the other ranks. Collective: every rank must be called at the same time."""
+        if self.info.size == 1:
+            self._group = single_rank_group(self._device)
+        else:
+            spec = GroupSpec(
+                name="tp",
+                rank=self.info.rank,
+                size=self.info.size,
+                init_method=init_method,
+                backend=self.config.collectives,
+                same_host=same_host,
+                run_id=run_id,
+                timeout=self.config.collective_timeout,
+                library_dir=os.path.join(self.config.cache_dir, "native"),
+            )
+            self._group = init_group(spec, self._device)
+        if self._faults is not None:
+            self._faults.on_group(self._group)
+        self._runner = ModelRunner(
+            self.config,
+            self.model_config,
+            self._group,
+            ranks_on_host=self.info.ranks_on_host,
+            faults=self._faults,
+        )
+        return {"collectives": self._group.backend}
+
+    def load_weights(self) -> dict[str, Any]:
+        """Build the model and fill this rank's shard. Gives bytes read, bytes of the checkpoint, seconds, peak."""
+        last = -1
+
+        def report(done: int, total: int) -> None:
+            nonlocal last
+            percent = done * 100 // max(total, 1)
+            if percent != last:
+                last = percent
+                self._channel.send(pack(["progress", "weights", done, total]))
+
+        loaded = self._runner.load_model(report if self.info.rank == 0 else None)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return asdict(loaded) | {"peak_rss": peak}
+
+    def size_kv_cache(self) -> int:
+        """KV blocks this rank can afford; the driver takes the minimum."""
+        return self._runner.affordable_kv_blocks()
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Allocate the KV cache of ``num_blocks`` blocks and everything a step needs."""
+        self._runner.allocate(num_blocks)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be the same on every rank before a step may run; the driver compares field by field."""
+        return {
+            "config": hash_of(replace(self.config, run_dir="").to_dict()),
+            "model": hash_of(self.model_config.to_dict()),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "device": self._device.type,
+            "kv_blocks": str(next(iter(self._runner.kv_caches.values())).shape[0]),
+            "graph_mode": "NONE",
+        }
+
+
+def host_address() -> str:
+    """This host's address as other hosts see it: that of the interface with the default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: connecting a datagram socket sends nothing.
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+        return str(probe.getsockname()[0])
+
+
+def hash_of(fields: dict[str, Any]) -> str:
+    """A short hash of a config's fields."""
+    return digest(pack(fields))

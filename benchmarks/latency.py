@@ -1,0 +1,69 @@
+"""``lockstep bench latency``: tokens per second of prefill and decode for fixed batches of synthetic prompts."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from benchmarks.roofline import decode_step_bytes, read_bandwidth
+from launch.llm import LLM
+from runtime.checkpoint import inspect_checkpoint
+from runtime.config import SamplingParams
+
+REPEATS = 3
+"""Each figure is the median of so many runs, after one that warms up."""
+
+
+def bench_latency(
+    model: str, engine: dict[str, Any], *, batches: Sequence[int], prompt_tokens: int, new_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """One row per batch size, all on one engine.
+
+    Decode tokens per second are ``(new_tokens - 1) * batch / (time of all - time of the first)``; prefill tokens per
+    second are ``prompt_tokens * batch / time of the first``. The roofline fraction is the time that reading every
+    weight once would take at this machine's memory bandwidth, measured here too, over the time of a decode step.
+    """
+    with LLM(model, **engine) as llm:
+        random_state = random.Random(0)
+        longest = max(batches)
+        prompts = [
+            [random_state.randrange(llm.model_config.vocab_size) for _ in range(prompt_tokens)] for _ in range(longest)
+        ]
+        rows: list[dict[str, Any]] = []
+        for batch in batches:
+            _run(llm, prompts[:batch], min(new_tokens, 4))
+            first = statistics.median(_run(llm, prompts[:batch], 1) for _ in range(REPEATS))
+            total = statistics.median(_run(llm, prompts[:batch], new_tokens) for _ in range(REPEATS))
+            step = (total - first) / max(1, new_tokens - 1)
+            rows.append({"batch": batch, "first": first, "step": step})
+        step_bytes = decode_step_bytes(inspect_checkpoint(llm.config.model), llm.model_config, llm.config.dtype)
+        config, size = llm.config, llm.config.tensor_parallel_size
+    # The ranks are gone: nothing else reads memory while its bandwidth is measured.
+    bandwidth = read_bandwidth(config.device) * (size if config.device == "cuda" else 1)
+    for row in rows:
+        yield {
+            "model": model,
+            "tensor_parallel_size": size,
+            "batch": row["batch"],
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "decode_tokens_per_s": round(row["batch"] / row["step"], 2) if new_tokens > 1 else None,
+            "prefill_tokens_per_s": round(row["batch"] * prompt_tokens / row["first"], 2),
+            "roofline_fraction": round(step_bytes / bandwidth / row["step"], 4) if new_tokens > 1 else None,
+            "executor": config.distributed_executor_backend,
+            "mode": config.cudagraph_mode,
+            "dtype": config.dtype,
+            "decode_step_ms": round(1e3 * row["step"], 3),
+            "memory_bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
+        }
+
+
+def _run(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
+    """Seconds to continue the prompts greedily by exactly so many tokens."""
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    started = time.perf_counter()
+    llm.generate(prompts, params)
+    return time.perf_counter() - started

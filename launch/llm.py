@@ -1,0 +1,284 @@
+"""LLM: start a worker group, put the engine on it, generate, close both.
+
+This is where a user's settings become a running group: the model folder is found and checked, "auto" is resolved, the
+cut is refused if it cannot be made, a launcher is chosen, all before any process is started. Scheduling is
+``runtime/engine.py``'s, watching ranks is ``supervisor.py``'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from launch.demo_model import ensure_demo_model
+from launch.environment import read_environment, torchrun_ranks
+from launch.local import LocalLauncher
+from launch.progress import Bar, Progress
+from launch.supervisor import Launcher, StartupReport, Supervisor
+from parallel.shard import ShardError, check_tp_size
+from runtime.checkpoint import inspect_checkpoint
+from runtime.config import EngineConfig, SamplingParams, resolve
+from runtime.engine import Engine
+from runtime.errors import ConfigError, EngineClosedError, RequestError
+from runtime.log import configure_logging
+from runtime.model_config import ModelConfig, load_model_config
+from runtime.request import RequestOutput
+from runtime.tokenizer import Tokenizer
+
+DEMO = "demo"
+
+Message = dict[str, Any]
+"""One chat message: at least "role" and "content"."""
+
+
+class LLM:
+    """A model over tensor-parallel ranks, ready to generate.
+
+    Args:
+        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
+        progress: whether to report start-up stages on stderr.
+        settings: fields of :class:`~runtime.config.EngineConfig`.
+
+    Raises:
+        InputError: the settings or the checkpoint cannot be used; no process was started.
+        RankError: a rank failed while starting; everything it had started is gone.
+    """
+
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+        environment = read_environment()
+        configure_logging(environment.log_level)
+        self._progress = Progress(enabled=progress)
+        asked = EngineConfig.from_dict({"model": model, **settings})
+        asked = dataclasses.replace(
+            asked,
+            cache_dir=asked.cache_dir or str(environment.cache_dir),
+            log_level=environment.log_level,
+            fault=environment.fault,
+        )
+        folder = find_model(asked.model, Path(asked.cache_dir), self._progress)
+        self.model_config = load_model_config(folder)
+        self.config, launcher = prepare(asked, folder, self.model_config)
+        self.tokenizer = Tokenizer.from_folder(folder)
+        self._supervisor = Supervisor(launcher, self.config, self.model_config, _StageLines(self._progress))
+        self._closed = False
+        # A forgotten close() still ends the group: when the object is collected, or at the latest at exit.
+        self._finalizer = weakref.finalize(self, _close_both, self._supervisor, self.tokenizer)
+        atexit.register(self._finalizer)
+        self.startup: StartupReport = self._supervisor.start()
+        self._engine = Engine(
+            self.config, self.model_config, self.tokenizer, self._supervisor, self.startup.num_kv_blocks
+        )
+
+    @property
+    def rank_pids(self) -> list[int]:
+        """Each rank's process id, on its own host."""
+        return self._supervisor.rank_pids
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; the results are in input order.
+
+        Args:
+            prompts: texts, or token ids of ready-made prompts.
+            params: for all prompts, or one for each; default :class:`SamplingParams`.
+            progress: whether to show a bar on stderr.
+
+        Raises:
+            RequestError: a prompt or its parameters are invalid; nothing was generated.
+            RankError: the worker group failed; this LLM is dead.
+        """
+        if self._closed:
+            raise EngineClosedError("this LLM was closed; make a new one")
+        given: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(given)
+        if len(params) != len(given):
+            raise RequestError(f"{len(params)} sampling parameters for {len(given)} prompts; give one, or one each")
+        req_ids = self._add(given, params)
+        with self._progress.bar("prompts", len(given)) if progress else contextlib.nullcontext() as bar:
+            finished = self._run(req_ids, bar)
+        outputs = []
+        for index, (req_id, prompt) in enumerate(zip(req_ids, given, strict=True)):
+            text = prompt if isinstance(prompt, str) else None
+            outputs.append(dataclasses.replace(finished[req_id], index=index, prompt=text))
+        return outputs
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the checkpoint's chat template."""
+        several: list[Any] = list(conversations)
+        if several and isinstance(several[0], dict):
+            several = [several]
+        texts = [self.tokenizer.apply_chat_template(messages) for messages in several]
+        # The template has written the special tokens already.
+        token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(token_ids, params, progress=progress)
+        return [dataclasses.replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def _add(self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams]) -> list[int]:
+        req_ids: list[int] = []
+        try:
+            for index, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+                try:
+                    token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+                    req_ids.append(self._engine.add_request(token_ids, how))
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}") from None
+        except BaseException:
+            self._abort(req_ids)
+            raise
+        return req_ids
+
+    def _run(self, req_ids: Sequence[int], bar: Bar | None) -> dict[int, RequestOutput]:
+        finished: dict[int, RequestOutput] = {}
+        try:
+            while len(finished) < len(req_ids):
+                outputs = self._engine.step()
+                if self._engine.failure is not None:
+                    raise self._engine.failure
+                for output in outputs:
+                    if output.finished:
+                        finished[output.req_id] = output
+                        if bar is not None:
+                            bar.advance()
+        except BaseException:
+            self._abort(req_ids)
+            raise
+        return finished
+
+    def _abort(self, req_ids: Sequence[int]) -> None:
+        for req_id in req_ids:
+            self._engine.abort(req_id)
+
+    def close(self) -> None:
+        """End every rank and everything they hold. May be called twice."""
+        self._closed = True
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _close_both(supervisor: Supervisor, tokenizer: Tokenizer) -> None:
+    """End the worker group and the tokenizer's helper process; not a method, since it must not keep the LLM alive."""
+    supervisor.close()
+    tokenizer.close()
+
+
+class _StageLines:
+    """Start-up stages as lines and bars on stderr."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars = contextlib.ExitStack()
+        self._bar: Bar | None = None
+
+    def started(self, stage: str) -> None:
+        """On a terminal, what is being done now."""
+        self._progress.stage_started(stage)
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        """Move the stage's bar, which appears with its first count."""
+        if self._bar is None:
+            self._bar = self._bars.enter_context(self._progress.bar(stage, total))
+        self._bar.update(done)
+
+    def finished(self, stage: str, seconds: float, detail: str) -> None:
+        """A line with the stage's time."""
+        self._bars.close()
+        self._bar = None
+        self._progress.stage_done(stage, seconds, detail)
+
+
+def find_model(model: str, cache_dir: Path, progress: Progress) -> str:
+    """The folder of a model the user named; fetches and converts the demo model once."""
+    if model == DEMO and not os.path.isdir(model):
+        return str(ensure_demo_model(cache_dir, progress))
+    return os.path.abspath(os.path.expanduser(model))
+
+
+def prepare(asked: EngineConfig, folder: str, model: ModelConfig) -> tuple[EngineConfig, Launcher]:
+    """The resolved configuration and a launcher for it. Nothing is started.
+
+    Raises:
+        InputError: the checkpoint's files are broken, or the model cannot be cut or run as asked.
+    """
+    inspect_checkpoint(folder)
+    executor = choose_executor(asked)
+    ranks = torchrun_ranks()
+    if executor == "torchrun" and ranks is not None and asked.tensor_parallel_size == 1:
+        # The default size, where torchrun was already told how many ranks there are.
+        asked = dataclasses.replace(asked, tensor_parallel_size=ranks.world_size)
+    try:
+        check_tp_size(
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            intermediate_size=model.intermediate_size,
+            vocab_size=model.vocab_size,
+            tp_size=asked.tensor_parallel_size,
+        )
+    except ShardError as error:
+        raise ConfigError(str(error)) from None
+    config = resolve(
+        dataclasses.replace(asked, model=folder), model, device=find_device(asked.device), executor=executor
+    )
+    return config, make_launcher(executor)
+
+
+def choose_executor(config: EngineConfig) -> str:
+    """Who starts the ranks: as asked, or torchrun if it started us, one local process for TP 1, Ray otherwise."""
+    if config.distributed_executor_backend != "auto":
+        return config.distributed_executor_backend
+    if torchrun_ranks() is not None:
+        return "torchrun"
+    return "local" if config.tensor_parallel_size == 1 else "ray"
+
+
+def make_launcher(executor: str) -> Launcher:
+    """The launcher of that name; Ray and torchrun are imported only here."""
+    if executor == "ray":
+        from launch.ray_cluster import RayLauncher
+
+        return RayLauncher()
+    if executor == "torchrun":
+        from launch.spmd import TorchrunLauncher
+
+        return TorchrunLauncher()
+    return LocalLauncher()
+
+
+def find_device(asked: str) -> str:
+    """What to compute on, "cpu" or "cuda", found without importing torch into the driver.
+
+    Raises:
+        ConfigError: cuda was asked for and this host has no NVIDIA device, or its torch was built without CUDA.
+    """
+    spec = importlib.util.find_spec("torch")
+    library = Path(spec.origin).parent / "lib" / "libtorch_cuda.so" if spec and spec.origin else None
+    has_device = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    usable = has_device and library is not None and library.exists()
+    if asked == "cuda" and not usable:
+        reason = "torch was built without CUDA" if has_device else "this host has no NVIDIA device that is visible"
+        raise ConfigError(f"device is 'cuda', but {reason}; use --device cpu or auto")
+    return "cuda" if usable and asked != "cpu" else "cpu"

@@ -1,0 +1,169 @@
+"""Ranks placed by Ray: on a cluster that runs already, over two nodes, as a submitted job; and what a death there does.
+
+One cluster of two nodes (both on this machine) serves the module. It is the tests' own: only what it started is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from launch.llm import LLM
+from launch.supervisor import Supervisor
+from runtime.config import SamplingParams
+from runtime.errors import ConfigError, RankDiedError, RankRaisedError
+from tests.checkpoints import prompts, tiny_checkpoint
+from tests.launch.test_generate import GREEDY, answers_of, command, golden_answers, transformers_greedy
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+
+BIN = Path(sys.executable).parent
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes, one CPU each; its address is in ``RAY_ADDRESS`` while the module runs."""
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("PATH", f"{BIN}{os.pathsep}{os.environ['PATH']}")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": True})
+        made.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", made.address)
+        try:
+            yield made
+        finally:
+            import ray
+
+            ray.shutdown()
+            made.shutdown()
+
+
+def over_ray(tp: int, **settings) -> LLM:
+    return LLM(str(tiny_checkpoint()), tensor_parallel_size=tp, progress=False, **settings)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_tokens_over_two_nodes(cluster: Any, tp: int):
+    """TP 2 has a rank on each node; TP 3 has more ranks than the cluster has CPUs, which then share them."""
+    with over_ray(tp) as llm:
+        assert llm.config.distributed_executor_backend == "ray"
+        outputs = llm.generate(prompts(1, 9, 30, 17), GREEDY)
+    expected = transformers_greedy(tiny_checkpoint(), (1, 9, 30, 17), GREEDY.max_tokens)
+    assert [output.token_ids for output in outputs] == expected
+    assert placement_groups() == set()
+
+
+def placement_groups() -> set[str]:
+    """Placement groups that hold resources."""
+    import ray
+
+    table = ray.util.placement_group_table()
+    return {name for name, group in table.items() if group["state"] not in ("REMOVED",)}
+
+
+def test_demo_on_a_running_cluster(cluster: Any):
+    argv = command("--tensor-parallel-size", "2")
+    assert answers_of([str(BIN / "lockstep"), *argv]) == golden_answers()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigkill_of_a_rank_is_named_with_its_signal(cluster: Any, rank: int, monkeypatch: pytest.MonkeyPatch):
+    submit = Supervisor.submit
+
+    def submit_and_kill(self: Supervisor, plan: Any) -> None:
+        submit(self, plan)
+        if plan.step_id == 8:
+            os.kill(self.rank_pids[rank], signal.SIGKILL)
+
+    monkeypatch.setattr(Supervisor, "submit", submit_and_kill)
+    with over_ray(2) as llm, pytest.raises(RankDiedError) as caught:
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+    assert caught.value.rank == rank and caught.value.returncode == -9
+    assert placement_groups() == set()
+
+
+def test_sigkill_of_an_actor_takes_its_rank_along(cluster: Any):
+    with over_ray(2) as llm:
+        rank = psutil.Process(llm.rank_pids[1])
+        actor = rank.parent()
+        assert "RankActor" in " ".join(actor.cmdline())
+        actor.kill()
+        psutil.wait_procs([rank], timeout=10)
+        with pytest.raises(RankDiedError) as caught:
+            llm.generate([[1, 2, 3]], GREEDY)
+    assert caught.value.rank == 1
+
+
+def test_exception_in_rank_1_only(cluster: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("LOCKSTEP_FAULT", "rank=1,step=3,kind=raise")
+    with over_ray(2) as llm, pytest.raises(RankRaisedError) as caught:
+        llm.generate([[1, 2, 3]], GREEDY)
+    assert caught.value.rank == 1 and "injected fault" in str(caught.value)
+
+
+def test_sigkill_of_the_driver_over_ray(cluster: Any):
+    argv = [BIN / "lockstep", "generate", tiny_checkpoint(max_position_embeddings=65536), "-tp", "2"]
+    argv += ["--prompt", "x", "--max-tokens", "60000", "--ignore-eos"]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as driver:
+        for line in driver.stderr:
+            if line.strip().startswith("ready"):
+                break
+        ranks = [p for p in psutil.process_iter(["cmdline"]) if "launch.rank_process" in (p.info["cmdline"] or ())]
+        assert len(ranks) == 2
+        driver.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=7)
+    assert not alive
+    deadline = time.monotonic() + 15
+    while actors() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not actors()
+
+
+def actors() -> list[str]:
+    """Rank actors that are alive."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "RankActor" in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+def test_more_ranks_than_the_cluster_can_hold_are_refused(cluster: Any):
+    from launch.ray_cluster import rank_resources
+    from runtime.config import EngineConfig
+
+    config = EngineConfig(tensor_parallel_size=4, device="cuda")
+    with pytest.raises(ConfigError, match="4 GPUs, the Ray cluster has 2"):
+        rank_resources(config, [{"CPU": 8.0, "GPU": 2.0}])
+    assert rank_resources(EngineConfig(tensor_parallel_size=3), [{"CPU": 1.0}, {"CPU": 1.0}]) == {"CPU": 0.5}
+
+
+@pytest.mark.parametrize(("prompt", "succeeds"), [("x", True), ("x" * 3000, False)])
+def test_a_submitted_job(cluster: Any, prompt: str, succeeds: bool):
+    address = f"http://{cluster.head_node.webui_url}"
+    argv = [BIN / "ray", "job", "submit", "--address", address, "--working-dir", str(ROOT), "--", "lockstep"]
+    argv += ["generate", str(tiny_checkpoint()), "--tensor-parallel-size", "2", "--prompt", prompt, "--json"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    assert (done.returncode == 0) is succeeds, done.stdout + done.stderr
+    if succeeds:
+        assert '"finish_reason"' in done.stdout
+    else:
+        from ray.job_submission import JobSubmissionClient
+
+        jobs = JobSubmissionClient(address).list_jobs()
+        assert {job.driver_exit_code for job in jobs if job.driver_exit_code} == {2}

@@ -1,0 +1,99 @@
+"""Where things live and what they may load: the rules that neither ruff nor import-linter can check."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("launch", "runtime", "workers", "parallel", "benchmarks")
+MODULES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+STANDARD_LIBRARY_NAMES_ALLOWED = {"platform"}
+"""parallel/platform.py: absolute imports keep the two apart, and the word is the right one."""
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ImportError(f"{name} must not be imported here")
+
+refused = set(sys.argv[1].split(","))
+sys.meta_path.insert(0, Refuse())
+for folder in sys.argv[2:]:
+    package = importlib.import_module(folder)
+    for module in pkgutil.walk_packages(package.__path__, folder + "."):
+        importlib.import_module(module.name)
+"""
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_runtime_can_be_imported_without_torch() -> None:
+    done = run_python(IMPORT_EVERYTHING, "torch,triton,ray,transformers", "runtime")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_everything_can_be_imported_without_the_optional_libraries() -> None:
+    optional = "ray,transformers,accelerate,gguf,fastapi,uvicorn,triton"
+    done = run_python(IMPORT_EVERYTHING, optional, *FOLDERS)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from lockstep import LLM, SamplingParams, EngineConfig, LockstepError",
+        "from launch.cli import main; assert main(['--help']) == 0",
+        "from launch.cli import main; assert main(['generate', '--help']) == 0",
+        "from launch.cli import main; assert main(['bench', 'latency', '--help']) == 0",
+        "from launch.cli import main; assert main(['launch', '--help']) == 0",
+        "from launch.cli import main; assert main(['doctor', '--help']) == 0",
+    ],
+)
+def test_the_api_and_every_help_load_no_torch(code: str) -> None:
+    done = run_python(f"{code}\nimport sys\nassert not {{'torch', 'ray', 'transformers'}} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there() -> None:
+    import lockstep
+
+    for name in lockstep.__all__:
+        assert getattr(lockstep, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'AsyncLLMM'"):
+        _ = lockstep.AsyncLLMM
+
+
+def test_the_root_is_no_package() -> None:
+    assert not (ROOT / "__init__.py").exists()
+
+
+def test_no_module_is_named_like_a_library() -> None:
+    installed = {name for name in importlib.metadata.packages_distributions() if not name.startswith("_")}
+    libraries = (installed | set(sys.stdlib_module_names)) - STANDARD_LIBRARY_NAMES_ALLOWED - {*FOLDERS, "lockstep"}
+    names = {(path.parent.name if path.stem == "__init__" else path.stem): path for path in MODULES}
+    assert not {str(path.relative_to(ROOT)) for name, path in names.items() if name in libraries}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_says_what_it_is_for_and_stays_readable(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree), "the first docstring says what lives here and what does not"
+    assert len(source.splitlines()) <= 500, "cut it in two along a seam"
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    long = [f"{f.name}, line {f.lineno}" for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60]
+    assert not long, f"a function fits on a screen of 60 lines: {long}"

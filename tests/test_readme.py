@@ -1,0 +1,45 @@
+"""Every command that the README shows is run, as it stands there, so that none of them can go stale."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+
+COMMANDS = re.findall(r"^\.venv/bin/.*$", README, flags=re.MULTILINE)
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def run(argv: list[str] | str, **options) -> str:
+    environment = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500, cwd=ROOT, env=environment, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(command: str):
+    here = Path(sys.executable).parent
+    assert run(command.replace(".venv/bin", str(here)), shell=True).strip()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example: str):
+    assert run([sys.executable, "-c", example]).strip()
+
+
+def test_the_two_commands_are_targets():
+    """Run by hand and by continuous integration; here only that they exist and what ``make demo`` would do."""
+    plan = run(["make", "-n", "demo", f"VENV={Path(sys.prefix)}"])
+    assert "generate demo --tensor-parallel-size 2 --distributed-executor-backend ray --chat" in plan
+    assert "pytest" in run(["make", "-n", "test", f"VENV={Path(sys.prefix)}"])
+    assert len(COMMANDS) >= 8 and EXAMPLES

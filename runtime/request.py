@@ -96,6 +96,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the ``n`` samples.
+        transcript, num_tokens, num_texts: where everything is kept, and how much of it there was at this moment.
         finish_reason: one of :data:`FINISH_REASONS`; None while it goes on.
         error: what went wrong if ``finish_reason`` is "error".
         new_token_ids, new_text, new_logprobs: since the last output. Text lags behind tokens where a character, or

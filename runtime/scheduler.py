@@ -99,15 +99,13 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan, or None if there is nothing to compute."""
         draft = _Draft(self._max_num_batched_tokens)
-        preemptions = self.num_preemptions
         for request in list(self._running):
             if request.status is RequestStatus.RUNNING and request.num_uncomputed == 1 and self._make_room(request):
                 self._schedule(request, 1, draft)
         for request in self._running:
             if request.num_uncomputed > 1:
                 self._schedule(request, min(request.num_uncomputed, draft.budget), draft)
-        if self.num_preemptions == preemptions:
-            self._admit(draft)
+        self._admit(draft)  # Never of one that was just preempted: it is at the head, and lacks the block it lost.
         if not draft.scheduled:
             return None
         self._last_step += 1

@@ -188,6 +188,16 @@ def test_the_newest_is_preempted_and_waits_at_the_head() -> None:
     bench.check_outputs()
 
 
+def test_nobody_starts_who_would_be_preempted_at_once() -> None:
+    bench = Bench(num_blocks=8, block_size=4)
+    bench.add(5, 19)
+    bench.step()
+    bench.add(24, 3)  # Would fit now, but then neither could get its next block.
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    bench.check_outputs()
+
+
 def test_the_oldest_is_never_preempted() -> None:
     bench = crowded(random.Random(3))
     while any(request.status is not RequestStatus.FINISHED for request in bench.requests):
@@ -248,9 +258,10 @@ def test_workers_hear_of_an_end_with_the_next_plan() -> None:
 # ---- planning ahead
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 5])
 @pytest.mark.parametrize("make", [lambda: crowded(random.Random(5)), Bench], ids=["crowded", "roomy"])
-def test_the_next_step_can_be_planned_before_the_last_has_ended(make: Callable[[], Bench]) -> None:
-    """One plan is always under way while the next is made: nothing comes out differently."""
+def test_steps_can_be_planned_before_the_last_has_ended(make: Callable[[], Bench], ahead: int) -> None:
+    """So many plans are always under way while the next is made: nothing comes out differently."""
     bench = make()
     generator = random.Random(6)
     while len(bench.requests) < 40:
@@ -258,7 +269,7 @@ def test_the_next_step_can_be_planned_before_the_last_has_ended(make: Callable[[
     under_way = 0
     while (plan := bench.submit()) is not None or under_way:
         under_way += plan is not None
-        if under_way == 2 or plan is None:
+        if under_way > ahead or plan is None:
             bench.collect()
             under_way -= 1
     bench.check_outputs()

@@ -21,6 +21,10 @@ LIBRARY = Library(NAMESPACE, "FRAGMENT")
 """Where ops go that name no library of their own. A fragment: others can add ops to the namespace with theirs."""
 
 
+_PYTHON: dict[tuple[str, str, str], Callable[..., Any]] = {}
+"""What was registered: namespace, name, dispatch key -> function."""
+
+
 def register_op(
     name: str,
     func: Callable[..., Any],
@@ -67,6 +71,20 @@ def add_implementation(
     """
     library = LIBRARY if target_library is None else target_library
     library.impl(name, func, dispatch_key=dispatch_key)
+    _PYTHON[library.ns, name, dispatch_key] = func
+
+
+def python_implementations(dispatch_key: str) -> dict[Any, Callable[..., Any]]:
+    """The Python function behind each of our ops for one kind of device, by overload.
+
+    Calling it saves the dispatcher's 5 microseconds where nothing but the implementation is wanted: in a replay whose
+    tensors are known.
+    """
+    found: dict[Any, Callable[..., Any]] = {}
+    for (namespace, name, key), func in _PYTHON.items():
+        if key == dispatch_key and namespace == NAMESPACE:
+            found[getattr(torch.ops.lockstep, name).default] = func
+    return found
 
 
 def device_keys() -> tuple[str, ...]:

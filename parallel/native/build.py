@@ -1,8 +1,9 @@
 """Compiles our C sources into shared libraries, once per source, flags and kind of CPU.
 
-A library's file name is a digest of what it was made from, its last bytes are a digest of its content (which a loader
-ignores), and it gets its name by an atomic rename: a truncated or foreign file is compiled anew, never loaded, and any
-number of processes may build at once. Sources use no torch headers, so the result serves every torch version.
+A library's file name is a digest of what it was made from (the headers of this folder, which any source may include,
+among it), its last bytes are a digest of its content (which a loader ignores), and it gets its name by an atomic
+rename: a truncated or foreign file is compiled anew, never loaded, and any number of processes may build at once.
+Sources use no torch headers, so the result serves every torch version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ from pathlib import Path
 COMPILERS = ("cc", "gcc", "clang")
 """The first one found on the PATH is used."""
 
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c11", "-D_GNU_SOURCE", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-std=c11",
+    "-D_GNU_SOURCE",
+    "-shared",
+    "-fPIC",
+)
+
+HEADERS = Path(__file__).parent
+"""Where the headers are that any source may include."""
 
 COMPILE_SECONDS = 120
 _DIGEST_BYTES = 16
@@ -39,7 +52,7 @@ def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()
     """The compiled library of ``source``, from ``directory`` if it is there already.
 
     Args:
-        source: a C file that stands alone.
+        source: a C file that stands alone but for :data:`HEADERS`.
         directory: the cache, made if need be. Whoever can write to it can run code as this user.
         extra_flags: after :data:`FLAGS`.
 
@@ -48,9 +61,9 @@ def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()
     """
     if not directory:
         raise NativeBuildError(f"no directory is given to keep the compiled {source.name} in; set library_dir")
-    code = source.read_bytes()
+    code = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
     flags = (*FLAGS, *extra_flags)
-    key = hashlib.blake2b(b"\0".join([code, *(f.encode() for f in flags), _cpu()]), digest_size=12).hexdigest()
+    key = hashlib.blake2b(b"\0".join([*code, *(f.encode() for f in flags), _cpu()]), digest_size=12).hexdigest()
     path = Path(directory) / f"{source.stem}-{key}.so"
     if not _is_whole(path):
         _compile(source, flags, path)
@@ -71,7 +84,7 @@ def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
             made = Path(folder) / path.name
-            _run([compiler, *flags, str(source), "-o", str(made)], source)
+            _run([compiler, *flags, f"-I{HEADERS}", str(source), "-o", str(made)], source)
             with made.open("ab") as file:
                 file.write(_digest(made.read_bytes()))
             os.replace(made, path)

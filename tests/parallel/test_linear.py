@@ -92,7 +92,9 @@ class _Doubled(LinearMethod):
     def create_parameters(self, layer: LinearBase, cut: LinearCut, dtype: torch.dtype) -> None:
         UnquantizedLinearMethod().create_parameters(layer, cut, dtype)
 
-    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def apply(
+        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
         return F.linear(x, layer.doubled, bias)
 
     def process_after_loading(self, layer: LinearBase) -> None:

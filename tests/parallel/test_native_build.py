@@ -42,6 +42,17 @@ def test_other_source_or_flags_are_another_library(source: Path, cache: Path) ->
     assert len(libraries(cache)) == 3
 
 
+def test_another_header_is_another_library(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "HEADERS", tmp_path / "headers")
+    build.HEADERS.mkdir()
+    source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
+    for number in (42, 43):
+        (build.HEADERS / "number.h").write_text(f"#define NUMBER {number}\n")
+        assert load_library(source, str(cache)).answer() == number
+
+
 @pytest.mark.parametrize("damage", [lambda whole: whole[:100], lambda whole: b"", lambda whole: b"x" * len(whole)])
 def test_a_damaged_library_is_compiled_anew(source: Path, cache: Path, damage: object) -> None:
     load_library(source, str(cache))

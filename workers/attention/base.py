@@ -51,6 +51,10 @@ class AttentionBackend(ABC):
     writes_kv_in_forward: ClassVar[bool] = False
     """Whether :meth:`forward` stores the new keys and values itself, so that no KV-update op runs before it."""
 
+    capturable: ClassVar[bool] = False
+    """Whether a step launches the same kernels whatever the batch holds, reading nothing back to the host, so that a
+    CUDA graph can hold it."""
+
     @abstractmethod
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """The shape of one layer's cache; dimension 0 is blocks. Called by ``workers/kv_cache.py``."""

@@ -9,6 +9,7 @@ import torch
 
 from workers.attention.base import AttentionBackend
 from workers.attention.torch_paged import TorchPagedAttention
+from workers.ops.kernel import triton_is_installed
 
 
 def choose_backend(device: torch.device, *, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
@@ -21,8 +22,15 @@ def choose_backend(device: torch.device, *, dtype: torch.dtype, head_dim: int) -
     """
     if device.type == "cpu":
         return _cpu_backend(dtype, head_dim)
+    if device.type == "cuda" and triton_is_installed():
+        from workers.attention.triton_paged import DTYPES, MAX_HEAD_DIM, TritonPagedAttention
+
+        if dtype in DTYPES and head_dim <= MAX_HEAD_DIM:
+            return TritonPagedAttention()
     return TorchPagedAttention()
 
 
 def _cpu_backend(dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    return TorchPagedAttention()
+    from workers.attention.native_cpu import native_backend
+
+    return native_backend(dtype, head_dim) or TorchPagedAttention()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from parallel.linear import LinearBase
+from workers.ops.silu_and_mul import silu_and_mul
 
 
 class SiluAndMul(nn.Module):
@@ -17,8 +17,7 @@ class SiluAndMul(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Computed in x's dtype, so a half-precision silu is rounded before the product."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return silu_and_mul(x)
 
 
 @runtime_checkable

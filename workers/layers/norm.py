@@ -8,6 +8,7 @@ import torch
 
 from parallel.parameter import ParallelModule, ParameterLoader, Piece
 from parallel.shard import Shard
+from workers.ops.rms_norm import fused_add_rms_norm, rms_norm
 
 
 class RMSNorm(ParallelModule):
@@ -37,11 +38,5 @@ class RMSNorm(ParallelModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """norm(x), or with a residual of the same shape: (norm(x + residual), x + residual)."""
         if residual is None:
-            return self._normalized(x)
-        residual = x + residual
-        return self._normalized(residual), residual
-
-    def _normalized(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+            return rms_norm(x, self.weight, self.eps)
+        return fused_add_rms_norm(x, residual, self.weight, self.eps)

@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from runtime.model_config import RopeConfig
+from workers.ops.rotary_embedding import rotary_embedding, rotate
+
+__all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_embedding", "rotate"]
 
 
 class RotaryEmbedding(nn.Module):
@@ -40,15 +43,9 @@ class RotaryEmbedding(nn.Module):
         self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for int64 positions [T]: two of [T, 1, head_dim / 2], for :func:`rotate`."""
+        """Cosines and sines for int64 positions [T]: two of [T, 1, head_dim / 2], for :func:`rotary_embedding`."""
         cos, sin = self.table.index_select(0, positions).to(self.dtype).unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_dim / 2) of every head, [T, heads, head_dim], by its token's angle."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:

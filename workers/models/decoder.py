@@ -21,7 +21,7 @@ from parallel.group import TensorParallelGroup
 from parallel.linear import QKVParallelLinear, QuantConfig, RowParallelLinear
 from parallel.shard import Shard, split_heads
 from runtime.model_config import ModelConfig
-from workers.attention.torch_paged import TorchPagedAttention
+from workers.attention.choose import choose_backend
 from workers.layers.attention import Attention
 from workers.layers.mlp import MLP
 from workers.layers.norm import RMSNorm
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
             local.kv.size,
             self.head_dim,
             dtype=dtype,
-            backend=TorchPagedAttention(),
+            backend=choose_backend(group.device, dtype=dtype, head_dim=self.head_dim),
             prefix=f"{prefix}.attn",
             sliding_window=sliding_window,
         )

@@ -33,16 +33,4 @@ def kv_cache_update_fake(key: torch.Tensor, value: torch.Tensor, layer_name: str
     return torch.empty(0, dtype=key.dtype, device=key.device)
 
 
-def kv_cache_update_reference(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """Token by token, into a cache [num_blocks, 2, num_kv_heads, block_size, head_dim]; slot -1 is skipped."""
-    block_size = kv_cache.shape[3]
-    slots: list[int] = slot_mapping.tolist()
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            kv_cache[slot // block_size, 0, :, slot % block_size] = key[token]
-            kv_cache[slot // block_size, 1, :, slot % block_size] = value[token]
-
-
 register_op("kv_cache_update", kv_cache_update, fake=kv_cache_update_fake, dispatch_key=device_keys())

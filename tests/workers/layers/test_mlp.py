@@ -143,8 +143,10 @@ def test_other_activation_is_refused_by_name() -> None:
 class HalvingMethod(UnquantizedLinearMethod):
     """Stands for a quantized linear: its input is twice the activation, which its product halves again."""
 
-    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return super().apply(layer, x / 2, bias)
+    def apply(
+        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
+        return super().apply(layer, x / 2, bias, wide=wide)
 
 
 class FusingMethod(HalvingMethod):

@@ -1,4 +1,4 @@
-"""The attention and KV-update ops: torch's own checks of schema and fake, and their plain references."""
+"""The ops: torch's own checks of schema and fake, and their plain references."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from workers.attention.torch_paged import TorchPagedAttention
 from workers.forward_context import ForwardContext, forward_context
 from workers.layers.attention import Attention
 from workers.ops.attention import attention_reference
-from workers.ops.kv_cache_update import kv_cache_update_reference
+from workers.ops.kv_cache_write import kv_cache_write_reference
+from workers.ops.paged_attention import paged_attention_reference
 
 KV_HEADS, HEADS, HEAD_DIM, BLOCK = 2, 6, 16, 4
 ops = torch.ops.lockstep
@@ -67,7 +68,7 @@ def test_schemas_say_what_is_written() -> None:
 def test_update_equals_its_reference(context: ForwardContext) -> None:
     _, key, value = inputs()
     expected = context.kv_caches["layer"].clone()
-    kv_cache_update_reference(key, value, expected, context.metadata.slot_mapping)
+    kv_cache_write_reference(key, value, expected, context.metadata.slot_mapping)
     written = ops.kv_cache_update(key, value, "layer")
     assert written.shape == (0,)
     assert context.kv_caches["layer"].equal(expected)
@@ -110,3 +111,50 @@ def test_outside_of_a_forward_pass() -> None:
     query, key, value = inputs()
     with pytest.raises(RuntimeError, match="no forward pass is running"):
         ops.attention(query, key, value, torch.empty_like(query), "layer")
+
+
+def test_fused_ops_pass_opcheck() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    heads = torch.randn(3, 6, HEAD_DIM)
+    cos, sin = torch.randn(3, 1, HEAD_DIM).chunk(2, dim=-1)
+    calls: dict[str, tuple[torch.Tensor | float, ...]] = {
+        "silu_and_mul": (x,),
+        "rms_norm": (x, weight, 1e-5),
+        "fused_add_rms_norm": (x, torch.randn(3, 8), weight, 1e-5),
+        "rotary_embedding": (heads[:, :4], heads[:, 4:], cos, sin),
+    }
+    for name, arguments in calls.items():
+        torch.library.opcheck(getattr(ops, name).default, arguments)
+
+
+def test_cache_ops_pass_opcheck(context: ForwardContext) -> None:
+    query, key, value = inputs()
+    cache = torch.randn_like(context.kv_caches["layer"])
+    torch.library.opcheck(ops.kv_cache_write.default, (key, value, cache, context.metadata.slot_mapping))
+    torch.library.opcheck(
+        ops.paged_attention.default, (query, cache, torch.empty_like(query), *step_of(context.metadata), 0.5, 3)
+    )
+
+
+def step_of(metadata: AttentionMetadata) -> tuple[torch.Tensor | int, ...]:
+    """The arguments of ``paged_attention`` that describe a step."""
+    tensors = (metadata.block_table, metadata.seq_lens, metadata.query_start_loc)
+    return (*tensors, metadata.num_reqs, metadata.max_query_len, metadata.max_seq_len)
+
+
+def test_paged_reference_equals_attention(context: ForwardContext) -> None:
+    query, key, value = inputs()
+    expected, output = torch.empty_like(query), torch.full_like(query, float("nan"))
+    ops.attention(query, key, value, expected, "layer", ops.kv_cache_update(key, value, "layer"))
+    paged_attention_reference(query, context.kv_caches["layer"], output, *step_of(context.metadata), HEAD_DIM**-0.5, 0)
+    torch.testing.assert_close(output, expected)
+
+
+def test_references_equal_torch() -> None:
+    x, weight, residual = torch.randn(3, 8), torch.randn(8), torch.randn(3, 8)
+    expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
+    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), expected)
+    normed, stream = ops.fused_add_rms_norm(x - residual, residual, weight, 1e-5)
+    torch.testing.assert_close(normed, expected)
+    torch.testing.assert_close(stream, x)
+    torch.testing.assert_close(ops.silu_and_mul(x), torch.nn.functional.silu(x[:, :4]) * x[:, 4:])

@@ -1,0 +1,163 @@
+/* What a decoder does to tokens between its linear layers, on a CPU: norms, rotation, gated activation. Each is one pass
+ * over a token that plain torch makes in several. Rounding to the dtype happens where the plain form rounds.
+ */
+#include "pool.h"
+#include "tiles.h"
+
+#include <math.h>
+
+#define ALONE 32768 /* numbers that are not worth another thread */
+
+/* Keep the structs in step with native_cpu.py. Strides count numbers; the last dimension is dense. */
+
+/* ---- RMS norm, alone or behind a residual addition */
+
+typedef struct {
+    const char *x, *residual, *weight; /* [tokens, heads, width]; dense [tokens, width] or NULL; [width] */
+    char *out, *stream;                /* dense, like x; x + residual, if there is one */
+    int64_t tokens, heads, width, token_stride, head_stride, dtype;
+    double eps;
+} norm;
+
+INLINE void normalize(const norm *n, int dtype, const char *x, const char *residual, char *out, char *stream) {
+    const long steps = steps_of(n->width), padded = steps * STEP, bytes = bytes_of(dtype);
+    const long last = (n->width - 1) % STEP + 1; /* numbers of the last step */
+    float row[padded], other[padded];
+    char rounded[STEP * sizeof(float)];
+    floats squares[4] = {0};
+    widen_vector(dtype, n->width, 1.0f, x, row);
+    if (residual) widen_vector(dtype, n->width, 1.0f, residual, other);
+    for (long at = 0; at < padded; at += LANES) {
+        floats value = load_floats(row + at);
+        if (residual) {
+            value = round_floats(dtype, value + load_floats(other + at));
+            store_floats(row + at, value);
+        }
+        squares[0] = multiply_add(value, value, squares[0]);
+    }
+    float sum[4];
+    sum_lanes(squares, sum);
+    const floats scale = spread(1.0f / sqrtf(sum[0] / (float)n->width + (float)n->eps));
+    widen_vector(dtype, n->width, 1.0f, n->weight, other);
+    for (long step = 0; step < steps; step++) {
+        floats half[2];
+        const float *from = row + step * STEP, *weight = other + step * STEP;
+        const size_t count = (size_t)((step == steps - 1 ? last : STEP) * bytes);
+        for (int i = 0; i < 2; i++)
+            half[i] = round_floats(dtype, load_floats(from + i * LANES) * scale) * load_floats(weight + i * LANES);
+        store_halves(dtype, half[0], half[1], rounded);
+        memcpy(out + step * STEP * bytes, rounded, count);
+        if (!residual) continue;
+        store_halves(dtype, load_floats(from), load_floats(from + LANES), rounded);
+        memcpy(stream + step * STEP * bytes, rounded, count);
+    }
+}
+
+static void normalize_token(void *work, long token) {
+    const norm *n = work;
+    const long bytes = bytes_of((int)n->dtype);
+    for (long head = 0; head < n->heads; head++) {
+        const char *x = n->x + (token * n->token_stride + head * n->head_stride) * bytes;
+        const long at = (token * n->heads + head) * n->width * bytes;
+        const char *residual = n->residual ? n->residual + at : NULL;
+        char *stream = n->residual ? n->stream + at : NULL;
+        if (n->dtype == FLOAT32) normalize(n, FLOAT32, x, residual, n->out + at, stream);
+        if (n->dtype == BFLOAT16) normalize(n, BFLOAT16, x, residual, n->out + at, stream);
+        if (n->dtype == FLOAT16) normalize(n, FLOAT16, x, residual, n->out + at, stream);
+    }
+}
+
+void lockstep_rms_norm(norm *n) {
+    (n->tokens * n->heads * n->width < ALONE ? run_alone : parallel)(normalize_token, n, n->tokens);
+}
+
+/* ---- rotary embedding */
+
+typedef struct {
+    const char *query, *key, *cos, *sin; /* [tokens, heads, 2 * half], [tokens, kv_heads, ...], twice [tokens, half] */
+    char *query_out, *key_out;           /* dense */
+    int64_t tokens, heads, kv_heads, half, dtype;
+    int64_t query_token, query_head, key_token, key_head, cos_token, sin_token;
+} rotation;
+
+INLINE float rounded_to(int dtype, float value) {
+    if (dtype == BFLOAT16) return bf16_to_float(float_to_bf16(value));
+    if (dtype == FLOAT16) return fp16_to_float(float_to_fp16(value));
+    return value;
+}
+
+INLINE void rotate_head(int dtype, long half, const char *x, const char *cos, const char *sin, char *out) {
+    for (long i = 0; i < half; i++) {
+        const float first = load_number(dtype, x, i), second = load_number(dtype, x, half + i);
+        const float c = load_number(dtype, cos, i), s = load_number(dtype, sin, i);
+        store_number(dtype, out, i, rounded_to(dtype, first * c) - rounded_to(dtype, second * s));
+        store_number(dtype, out, half + i, rounded_to(dtype, second * c) + rounded_to(dtype, first * s));
+    }
+}
+
+INLINE void rotate_heads(const rotation *r, int dtype, long token) {
+    const long bytes = bytes_of(dtype);
+    const char *cos = r->cos + token * r->cos_token * bytes, *sin = r->sin + token * r->sin_token * bytes;
+    for (long h = 0; h < r->heads; h++)
+        rotate_head(dtype, r->half, r->query + (token * r->query_token + h * r->query_head) * bytes, cos, sin,
+                    r->query_out + (token * r->heads + h) * 2 * r->half * bytes);
+    for (long h = 0; h < r->kv_heads; h++)
+        rotate_head(dtype, r->half, r->key + (token * r->key_token + h * r->key_head) * bytes, cos, sin,
+                    r->key_out + (token * r->kv_heads + h) * 2 * r->half * bytes);
+}
+
+static void rotate_token(void *work, long token) {
+    const rotation *r = work;
+    if (r->dtype == FLOAT32) rotate_heads(r, FLOAT32, token);
+    if (r->dtype == BFLOAT16) rotate_heads(r, BFLOAT16, token);
+    if (r->dtype == FLOAT16) rotate_heads(r, FLOAT16, token);
+}
+
+void lockstep_rotary_embedding(rotation *r) {
+    const int few = r->tokens * (r->heads + r->kv_heads) * r->half < ALONE;
+    (few ? run_alone : parallel)(rotate_token, r, r->tokens);
+}
+
+/* ---- silu(first half) * second half */
+
+typedef struct {
+    const char *x; /* dense [tokens, 2 * width] */
+    char *out;     /* dense [tokens, width] */
+    int64_t tokens, width, dtype;
+} activation;
+
+/* x / (1 + e^-x), without an overflow for large -x. */
+INLINE floats silu(floats x) {
+    const words negative = (words)(x < spread(0));
+    const floats e = exponential((floats)((words)x | 0x80000000u));
+    return choose(negative, x * e, x) / (1.0f + e);
+}
+
+INLINE void activate(const activation *a, int dtype, const char *gate, const char *up, char *out) {
+    const long bytes = bytes_of(dtype), pair = STEP * bytes;
+    for (long at = 0; at < a->width; at += STEP, gate += pair, up += pair, out += pair) {
+        char rest[3][STEP * sizeof(float)] = {{0}};
+        const int whole = at + STEP <= a->width;
+        const size_t count = (size_t)((whole ? STEP : a->width - at) * bytes);
+        const char *gates = whole ? gate : memcpy(rest[0], gate, count), *ups = whole ? up : memcpy(rest[1], up, count);
+        floats half[2];
+        for (int i = 0; i < 2; i++)
+            half[i] = round_floats(dtype, silu(load_half(dtype, i, gates))) * load_half(dtype, i, ups);
+        store_halves(dtype, half[0], half[1], whole ? out : rest[2]);
+        if (!whole) memcpy(out, rest[2], count);
+    }
+}
+
+static void activate_token(void *work, long token) {
+    const activation *a = work;
+    const long row = a->width * bytes_of((int)a->dtype);
+    const char *gate = a->x + token * 2 * row;
+    char *out = a->out + token * row;
+    if (a->dtype == FLOAT32) activate(a, FLOAT32, gate, gate + row, out);
+    if (a->dtype == BFLOAT16) activate(a, BFLOAT16, gate, gate + row, out);
+    if (a->dtype == FLOAT16) activate(a, FLOAT16, gate, gate + row, out);
+}
+
+void lockstep_silu_and_mul(activation *a) {
+    (a->tokens * a->width < ALONE ? run_alone : parallel)(activate_token, a, a->tokens);
+}

@@ -1,0 +1,206 @@
+"""CUDA graphs of decode steps (FULL) and of the compiled pieces between attention layers (PIECEWISE).
+
+Capturing records launches instead of running them; a replay launches all of them at once, on the very addresses that
+were captured. So inputs are the runner's static buffers, and all memory that captured code allocates comes from one
+pool that only replays use. They run one at a time, so a later capture may lie where an earlier one did: the largest
+size is captured first, and within a size a piece may use what the pieces before it have finished with.
+
+Everything is warmed up before the first capture: compiling a kernel or setting up a communicator cannot be captured.
+Warming up runs the model with its exchanges, so all ranks do it together; capturing launches nothing, so that a rank
+which fails at it keeps no other waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from workers.attention.base import AttentionMetadata
+from workers.compile.replica import Replica, Stage
+from workers.forward_context import forward_context
+from workers.graphs.dispatcher import Dispatch
+from workers.graphs.inputs import Forward, MakeContext, StaticInputs
+from workers.graphs.modes import GraphMode
+from workers.graphs.staged import last_uses, starting_values
+
+T = TypeVar("T")
+
+
+class CudaGraphs:
+    """The graphs of one forward pass.
+
+    Args:
+        forward: a compiled replica; FULL alone also takes a module or any function.
+        inputs: the static inputs.
+        make_context: see :data:`~workers.graphs.inputs.MakeContext`.
+        device: this rank's.
+    """
+
+    def __init__(self, forward: Forward, inputs: StaticInputs, make_context: MakeContext, device: torch.device) -> None:
+        self._forward = forward
+        self._inputs = inputs
+        self._make_context = make_context
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._replays: dict[Dispatch, Callable[[], Any]] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool: Any = None
+        self._output: torch.Tensor | None = None
+
+    def discard(self) -> None:
+        """Forget everything that was captured, and free its memory."""
+        self._replays.clear()
+        torch.cuda.synchronize(self._device)
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
+        self._pool = None
+        torch.cuda.empty_cache()
+
+    def warm_up(self, key: Dispatch) -> None:
+        """Run what :meth:`capture` will capture. Collective."""
+        with self._on_stream(), forward_context(self._make_context(self._metadata(key))):
+            hidden = self._forward(*self._inputs.tokens(key.size))
+            if self._output is None or self._output.shape[0] < key.size:
+                # Not within a capture: memory from the pool would be given to others.
+                self._output = torch.empty_like(hidden)
+
+    @contextlib.contextmanager
+    def capturing(self) -> Generator[None]:
+        """Around all captures: memory is tidied before, and the device is idle before and after."""
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._pool = torch.cuda.graph_pool_handle()
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize(self._device)
+
+    def capture(self, key: Dispatch) -> None:
+        """Capture one graph, or one for each piece. Local to this rank.
+
+        Raises:
+            RuntimeError: something in it cannot be captured, or memory ran out.
+        """
+        assert self._output is not None, "warm_up comes before capture"
+        with self._on_stream(), forward_context(self._make_context(self._metadata(key))):
+            if key.mode is GraphMode.FULL:
+                self._replays[key] = self._capture_whole(key.size, self._output[: key.size])
+            else:
+                self._replays[key] = self._capture_pieces(key.size, self._output[: key.size])
+
+    def replay(self, key: Dispatch, metadata: AttentionMetadata) -> torch.Tensor:
+        """Hidden states [size, hidden_size], valid until the next replay. Nothing is waited for."""
+        assert self._output is not None, "capture comes before replay"
+        if key.mode is GraphMode.FULL:
+            self._replays[key]()
+        else:
+            with forward_context(self._make_context(metadata)):
+                self._replays[key]()
+        return self._output[: key.size]
+
+    def _metadata(self, key: Dispatch) -> AttentionMetadata:
+        """Of a batch that has attention launch its kernels: for FULL the one that is captured, else a prompt."""
+        return self._inputs.decode(key.size) if key.mode is GraphMode.FULL else self._inputs.prompt(key.size)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Generator[None]:
+        """All warm-ups and captures run on one stream of their own: memory of the pool is reused within a stream."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def _graph_of(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """Capture ``run``; what it returns has no content before the first replay."""
+        graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
+        # Other threads (NCCL's watchdog) may go on using CUDA meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = run()
+        except BaseException:
+            # The stream has to leave capture mode; that the graph is no good is known.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph, result
+
+    def _capture_whole(self, size: int, output: torch.Tensor) -> Callable[[], Any]:
+        tokens = self._inputs.tokens(size)
+        graph, _ = self._graph_of(lambda: output.copy_(self._forward(*tokens)))
+        return graph.replay
+
+    def _capture_pieces(self, size: int, output: torch.Tensor) -> Callable[[], Any]:
+        """Capture every piece. The stages between run once, so that their results exist; they write no key."""
+        replica = self._forward
+        assert isinstance(replica, Replica), "supported_mode() leaves PIECEWISE to compiled replicas"
+        values = starting_values(replica, *self._inputs.tokens(size))
+        steps: list[Callable[[], Any]] = []
+        # What a piece made belongs to the pool and is held until its last use; ``values`` only knows where it is.
+        # So later pieces can be given the same memory, and all sizes together need no more than one pass does.
+        held: dict[int, Any] = {}
+        for stage, ended in zip(replica.stages, last_uses(replica), strict=True):
+            given = [values[index] for index in stage.inputs]
+            if stage.kind == "piece":
+                graph, made = self._graph_of(functools.partial(_run_piece, stage, given, replica.output, output))
+                held |= zip(stage.outputs, made, strict=True)
+                steps.append(graph.replay)
+                made = [unowned(value) if isinstance(value, torch.Tensor) else value for value in made]
+            else:
+                made = list(stage.run(list(given)))
+                steps.append(functools.partial(_run_ops, stage.run, given, made))
+                if replica.output in stage.outputs:
+                    steps.append(functools.partial(output.copy_, made[stage.outputs.index(replica.output)]))
+            for index, value in zip(stage.outputs, made, strict=True):
+                values[index] = value
+            for index in ended:
+                held.pop(index, None)
+        return functools.partial(_run_all, tuple(steps))
+
+
+def _run_piece(stage: Stage, given: list[Any], result: int, output: torch.Tensor) -> Sequence[Any]:
+    """A piece's results; if the replica's own is among them it is also copied to where callers find it."""
+    made = stage.run(list(given))
+    if result in stage.outputs:
+        output.copy_(made[stage.outputs.index(result)])
+    return made
+
+
+def _run_ops(run: Callable[[list[Any]], Sequence[Any]], given: list[Any], made: list[Any]) -> None:
+    """Run a stage of ops on arguments that stay where they are, and put its results where the pieces look for them."""
+    for place, value in zip(made, run(list(given)), strict=True):
+        if isinstance(place, torch.Tensor) and place.numel() and place.data_ptr() != value.data_ptr():
+            place.copy_(value)
+
+
+def _run_all(steps: tuple[Callable[[], Any], ...]) -> None:
+    for step in steps:
+        step()
+
+
+class _Memory:
+    """Device memory as other libraries would offer it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2,
+        }  # fmt: skip
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same CUDA memory that does not keep it allocated."""
+    if tensor.numel() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = _Memory(tensor.data_ptr(), elements * tensor.element_size())
+    flat = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride())

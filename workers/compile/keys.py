@@ -1,0 +1,111 @@
+"""Names for compiled things: digests of everything they depend on and of nothing else, least of all a rank.
+
+Two ranks with equal shapes share what they compile; another torch, processor, source or setting does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import parallel
+import workers
+from runtime.protocol import pack
+
+FORMAT = 1
+"""Counts up when a key's meaning or an artifact's form changes."""
+
+TRACED_FOLDERS = ("attention", "compile", "layers", "models", "ops", "quantization")
+"""The parts of ``workers/`` that a model's graph depends on. The rest runs around it and may change without."""
+
+
+def digest(*parts: Any) -> str:
+    """A key of plain values (numbers, strings, bytes, lists, dicts)."""
+    return hashlib.blake2b(pack([FORMAT, *parts]), digest_size=20).hexdigest()
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What compiled code depends on besides its graph: versions, the device's kind, threads."""
+    facts: dict[str, Any] = {
+        "python": sys.implementation.cache_tag,
+        "torch": torch.__version__,
+        "torch_commit": str(torch.version.git_version),
+        "device": device.type,
+        "machine": platform.machine(),
+        # The parallel loops of a CPU's code have the number of threads built in.
+        "threads": torch.get_num_threads(),
+        "cpu": cpu_features(),
+    }
+    if device.type == "cuda":
+        facts["capability"] = list(torch.cuda.get_device_capability(device))
+        facts["device_name"] = torch.cuda.get_device_name(device)
+        facts["cuda"] = str(torch.version.cuda)
+        facts["triton"] = _version("triton")
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@functools.cache
+def cpu_features() -> str:
+    """A digest of what code for "this CPU" may use: the instruction sets Linux lists, and torch's own choice."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))})
+    return digest(told, torch.backends.cpu.get_cpu_capability())
+
+
+def source_digest(model: nn.Module) -> str:
+    """A digest of the sources a trace depends on: our model code and wherever else a module of the model comes from."""
+    roots = [Path(next(iter(package.__path__))) for package in (parallel, workers)]
+    folders = [roots[0], *(roots[1] / name for name in TRACED_FOLDERS)]
+    torch_folder = Path(torch.__file__).parent
+    others: set[Path] = set()
+    for kind in {type(module) for module in model.modules()}:
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        path = None if file is None else Path(file)
+        if path is not None and not any(path.is_relative_to(known) for known in (torch_folder, *folders)):
+            others.add(path)
+    return digest(*[_folder_digest(folder) for folder in folders], *_contents(sorted(others)))
+
+
+@functools.cache
+def _folder_digest(folder: Path) -> str:
+    files = sorted(path for pattern in ("*.py", "*.c") for path in folder.rglob(pattern))
+    return digest([str(path.relative_to(folder)) for path in files], *_contents(files))
+
+
+def _contents(files: Iterable[Path]) -> list[bytes]:
+    return [path.read_bytes() for path in files]
+
+
+def model_shape(model: nn.Module) -> list[Any]:
+    """What of a built model shows in its trace: modules' classes, tensors, attention, groups."""
+    modules = [[name, f"{type(m).__module__}.{type(m).__qualname__}"] for name, m in model.named_modules()]
+    tensors = [
+        [name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), str(tensor.device)]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    layers: dict[str, Any] = getattr(model, "attention_layers", {})
+    attention = [
+        [name, layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.opaque, type(layer.backend).__qualname__]
+        for name, layer in layers.items()
+    ]
+    groups: list[Any] = [module.group for module in model.modules() if hasattr(module, "group")]
+    return [modules, tensors, attention, sorted({(group.name, group.size) for group in groups})]

@@ -24,7 +24,8 @@ def bench_latency(
 
     Decode tokens per second are ``(new_tokens - 1) * batch / (time of all - time of the first)``; prefill tokens per
     second are ``prompt_tokens * batch / time of the first``. The roofline fraction is the time that reading every
-    weight once would take at this machine's memory bandwidth, measured here too, over the time of a decode step.
+    weight once would take at this machine's memory bandwidth, measured here too, over the time of a decode step. On the
+    CPU, ``overhead_ms`` is the forward pass less the time within its ops.
     """
     with LLM(model, **engine) as llm:
         random_state = random.Random(0)
@@ -38,7 +39,7 @@ def bench_latency(
             first = statistics.median(_run(llm, prompts[:batch], 1) for _ in range(REPEATS))
             total = statistics.median(_run(llm, prompts[:batch], new_tokens) for _ in range(REPEATS))
             step = (total - first) / max(1, new_tokens - 1)
-            rows.append({"batch": batch, "first": first, "step": step})
+            rows.append({"batch": batch, "first": first, "step": step, **_inside(llm, new_tokens)})
         step_bytes = decode_step_bytes(inspect_checkpoint(llm.config.model), llm.model_config, llm.config.dtype)
         config, size = llm.config, llm.config.tensor_parallel_size
     # The ranks are gone: nothing else reads memory while its bandwidth is measured.
@@ -57,8 +58,17 @@ def bench_latency(
             "mode": config.cudagraph_mode,
             "dtype": config.dtype,
             "decode_step_ms": round(1e3 * row["step"], 3),
+            **{f"{name}_ms": round(1e3 * row[name], 3) for name in ("forward", "ops", "overhead") if name in row},
             "memory_bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
         }
+
+
+def _inside(llm: LLM, new_tokens: int) -> dict[str, float]:
+    """Of the last decode step, on the CPU: its forward pass, the ops in it, and the difference, which is Python."""
+    if new_tokens < 2 or llm.config.device != "cpu":
+        return {}
+    found = llm.measure_step()
+    return {**found, "overhead": found["forward"] - found["ops"]}
 
 
 def _run(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:

@@ -81,6 +81,10 @@ class LLM:
         """Each rank's process id, on its own host."""
         return self._supervisor.rank_pids
 
+    def measure_step(self, repeats: int = 50) -> dict[str, float]:
+        """For benchmarks on the CPU: rank 0's seconds of the last step's forward pass, and of the ops in it."""
+        return self._supervisor.measure_step(repeats)[0]
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -207,6 +207,10 @@ class Supervisor:
                 self.report.num_kv_blocks = min(self._call("kv_cache_size", "kv_cache"))
                 self._call("kv_cache", "kv_cache", num_blocks=self.report.num_kv_blocks)
                 note(f"{self.report.num_kv_blocks} blocks of {self._config.block_size} tokens")
+            with self._stage("compile") as note:
+                note(self._compile())
+            with self._stage("capture") as note:
+                note(self._capture())
             with self._stage("ready"):
                 self._compare_fingerprints(self._call("ready", "ready"))
         except BaseException:
@@ -254,6 +258,49 @@ class Supervisor:
         found = self._call("group", "group", init_method=init_method, same_host=same_host, run_id=name)
         return str(found[0]["collectives"])
 
+    def _compile(self) -> str:
+        """Have every rank compile its replica; one rank that cannot makes all of them run the plain model."""
+        votes = self._call("compile", "compile")
+        failed = self._fall_back(votes, "the model is not compiled, and no graphs are captured")
+        self._warn(warning for vote in votes for warning in vote.get("warnings", ()))
+        self._warn(w for warnings in self._call("use_compiled", "compile", agreed=not failed) for w in warnings)
+        if failed:
+            return "fell back to the plain model"
+        report = self.report
+        report.compiled_pieces = sum(vote["compiled_pieces"] for vote in votes)
+        report.distinct_pieces = max(vote["distinct_pieces"] for vote in votes)
+        report.cache_hits = sum(vote["cache_hits"] for vote in votes)
+        if votes[0]["mode"] == "NONE":
+            return "nothing to do"
+        return (
+            f"{votes[0]['pieces']} pieces, {report.distinct_pieces} distinct; all ranks: {report.compiled_pieces} "
+            f"compiled, {report.cache_hits} from the cache"
+        )
+
+    def _capture(self) -> str:
+        """Have every rank capture its graphs; one rank that cannot makes all of them run without."""
+        self._call("warm_up", "capture")
+        votes = self._call("capture", "capture")
+        if self._fall_back(votes, "no graphs are used"):
+            self._call("discard_graphs", "capture")
+            return "fell back to no graphs"
+        return f"{votes[0]['graphs']} graphs"
+
+    def _fall_back(self, votes: Sequence[dict[str, Any]], consequence: str) -> bool:
+        """Whether some rank voted that it failed; says which, and what follows for all of them."""
+        failed = [(rank, vote["failure"]) for rank, vote in enumerate(votes) if "failure" in vote]
+        for rank, text in failed:
+            log.warning("rank %d on %s: %s", rank, self._hosts[rank], text)
+        if failed:
+            ranks = ", ".join(str(rank) for rank, _ in failed)
+            log.warning("all ranks fall back together because of rank(s) %s: %s", ranks, consequence)
+        return bool(failed)
+
+    def _warn(self, warnings: Iterable[str]) -> None:
+        """Log each warning once, however many ranks gave it."""
+        for warning in dict.fromkeys(warnings):
+            log.warning("%s", warning)
+
     def _compare_fingerprints(self, fingerprints: Sequence[dict[str, str]]) -> None:
         """Refuse a group whose ranks are not the same in every field that decides what they will execute."""
         for rank, fingerprint in enumerate(fingerprints):
@@ -278,6 +325,11 @@ class Supervisor:
         deadline = time.monotonic() + self._config.stage_timeout(stage)
         self._broadcast(frame, stage)
         return self._gather(self._next_call, digest(frame), deadline, stage, f"--{stage.replace('_', '-')}-timeout")
+
+    def measure_step(self, repeats: int) -> list[dict[str, float]]:
+        """For benchmarks: each rank's seconds of the last step's forward pass, and of its ops, over some repeats."""
+        self._check_usable()
+        return self._call("measure_step", "ready", repeats=repeats)
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank: packed once, the same bytes down every channel."""

@@ -21,6 +21,7 @@ EXECUTORS = ("auto", "ray", "local", "torchrun")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+COMPILE_MODES = ("NONE", "STOCK", "DYNAMO_TRACE_ONCE", "PIECEWISE")
 STAGES = ("spawn", "device", "group", "weights", "kv_cache", "compile", "capture", "ready")
 
 MAX_SEED = 2**63 - 1
@@ -66,6 +67,9 @@ class EngineConfig:
     seed: int = setting(0, "seed of requests that bring none")
     optimization_level: int = setting(2, "0: eager; 1: compile + piecewise graphs; 2, 3: and full graphs", short="-O")
     enforce_eager: bool = setting(False, "neither compile nor capture graphs")
+    compile_mode: str | None = setting(
+        None, "how to compile; default: PIECEWISE, nothing at -O0", choices=COMPILE_MODES
+    )
     cudagraph_mode: str | None = setting(None, "graph mode; default: by -O", choices=GRAPH_MODES)
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, "token counts to capture; default: 1, 2, 4, 8, ...")
     quantization: str | None = setting(None, "quantization scheme; default: what the checkpoint says")
@@ -93,6 +97,8 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
         _check_choice("collectives", self.collectives, ("auto", "shm", "gloo"))
+        if self.compile_mode is not None:
+            _check_choice("compile_mode", self.compile_mode, COMPILE_MODES)
         if self.cudagraph_mode is not None:
             _check_choice("cudagraph_mode", self.cudagraph_mode, GRAPH_MODES)
         _check_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
@@ -200,6 +206,10 @@ def resolve(config: EngineConfig, model: ModelConfig, *, device: str, executor: 
     mode = config.cudagraph_mode
     if config.enforce_eager and mode not in (None, "NONE"):
         raise ConfigError(f"enforce_eager and cudagraph_mode {mode} contradict each other; drop one of them")
+    if config.compile_mode not in (None, "NONE") and level == 0:
+        raise ConfigError(
+            f"compile_mode {config.compile_mode} and -O0 or enforce_eager contradict each other; drop one"
+        )
     if mode is None:
         mode = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")[level]
     dtype = model.dtype if config.dtype == "auto" else config.dtype

@@ -125,12 +125,13 @@ class BatchBuffers:
             if scheduled.new_block_ids:
                 self.requests[scheduled.req_id].append_blocks(scheduled.new_block_ids)
 
-    def fill(self, plan: StepPlan, padded_tokens: int) -> Batch:
+    def fill(self, plan: StepPlan, padded_tokens: int, padded_reqs: int = 0) -> Batch:
         """Write one step into the buffers and advance every scheduled request.
 
         Args:
             plan: already given to :meth:`apply`.
             padded_tokens: size of dimension 0, at least ``plan.num_tokens``; the tail gets slot -1.
+            padded_reqs: requests that a captured graph reads; those beyond the plan's get no tokens and no context.
 
         Returns:
             the batch, whose tensors are views of the buffers, valid until the next call.
@@ -162,6 +163,9 @@ class BatchBuffers:
             request.num_computed = last
             max_query_len, max_seq_len = max(max_query_len, scheduled.num_tokens), max(max_seq_len, last)
             start = end
+        table_rows = max(num_reqs, padded_reqs)
+        self.seq_lens.array[num_reqs:table_rows] = 0
+        self.query_start_loc.array[num_reqs + 1 : table_rows + 1] = start
         self.input_ids.array[start:padded_tokens] = 0
         self.positions.array[start:padded_tokens] = 0
         self.slot_mapping.array[start:padded_tokens] = PADDING_SLOT
@@ -173,8 +177,8 @@ class BatchBuffers:
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             slot_mapping=self.slot_mapping.upload(padded_tokens),
-            block_table=self.block_table.upload(num_reqs)[:, : -(-max_seq_len // self.block_size)],
-            seq_lens=self.seq_lens.upload(num_reqs),
-            query_start_loc=self.query_start_loc.upload(num_reqs + 1),
+            block_table=self.block_table.upload(table_rows)[:, : -(-max_seq_len // self.block_size)],
+            seq_lens=self.seq_lens.upload(table_rows),
+            query_start_loc=self.query_start_loc.upload(table_rows + 1),
         )
         return Batch(metadata, start, self.sample_rows.upload(len(sample_req_ids)), sample_req_ids)

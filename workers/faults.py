@@ -19,12 +19,8 @@ from runtime.errors import ConfigError
 from runtime.protocol import unpack
 
 STEP_KINDS = ("exit", "raise", "hang", "nan", "skip_collective", "corrupt_plan", "slow")
-STARTUP_KINDS = {
-    "load_fail": "weights",
-    "load_hang": "weights",
-    "compile_fail": "compile",
-    "capture_fail": "capture",
-}
+STARTUP_KINDS = {"load_fail": "weights", "load_hang": "weights"}
+VOTE_KINDS = {"compile_fail": "compile", "capture_fail": "capture"}
 
 
 class InjectedFaultError(RuntimeError):
@@ -52,8 +48,8 @@ def parse_fault(text: str) -> Fault | None:
     fields = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
     unknown = set(fields) - {"rank", "step", "kind"}
     kind, _, argument = fields.get("kind", "").partition(":")
-    if unknown or kind not in (*STEP_KINDS, *STARTUP_KINDS):
-        allowed = ", ".join((*STEP_KINDS, *STARTUP_KINDS))
+    if unknown or kind not in (*STEP_KINDS, *STARTUP_KINDS, *VOTE_KINDS):
+        allowed = ", ".join((*STEP_KINDS, *STARTUP_KINDS, *VOTE_KINDS))
         raise ConfigError(f"LOCKSTEP_FAULT={text!r}: write rank=R,step=N,kind=K with K one of {allowed}")
     try:
         return Fault(int(fields.get("rank", "0")), kind, int(fields.get("step", "0")), float(argument or 0))
@@ -82,6 +78,11 @@ class FaultInjector:
         while self.fault.kind == "load_hang":
             time.sleep(0.1)
         raise InjectedFaultError(f"injected fault: {self.fault.kind}")
+
+    def on_vote(self, stage: str) -> None:
+        """Called where a failure of this rank makes all ranks fall back together."""
+        if VOTE_KINDS.get(self.fault.kind) == stage:
+            raise InjectedFaultError(f"injected fault: {self.fault.kind}")
 
     def on_message(self, frame: bytes) -> bytes:
         """Called with the bytes of every step message before anything reads them."""

@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from parallel.group import TensorParallelGroup
+from parallel.library import python_implementations
+from parallel.platform import platform_for
 from runtime.checkpoint import inspect_checkpoint
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError
 from runtime.model_config import ModelConfig
 from runtime.protocol import SampledToken, StepPlan, StepResult
+from workers.attention.base import AttentionMetadata
 from workers.batch import Batch, BatchBuffers
+from workers.compile.levels import CompileMode, CompileSettings, missing_for_compiling, resolve_level
 from workers.faults import FaultInjector
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import ForwardContext
+from workers.graphs.dispatcher import Dispatch, uniform_query_len
+from workers.graphs.graph_runner import GraphRunner
+from workers.graphs.inputs import Forward
+from workers.graphs.modes import GraphMode, supported_mode
+from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
 from workers.sampler import Sampler
 from workers.weights import LoadReport, load_weights
+
+if TYPE_CHECKING:
+    from workers.compile.compiler import CompileReport
 
 CPU_KV_SHARE_OF_FREE_MEMORY = 0.25
 """On CPU the KV cache takes at most this share of the memory that is free, divided among the ranks of a host."""
@@ -61,6 +74,10 @@ class ModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
         self.buffers: BatchBuffers
         self.sampler: Sampler
+        self.graphs: GraphRunner
+        self.forward: Forward
+        self.graph_mode = GraphMode.NONE
+        self._last: tuple[Dispatch, AttentionMetadata]
 
     def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Build the replica on the meta device, then fill this rank's shard from the checkpoint.
@@ -109,7 +126,7 @@ class ModelRunner:
         self.allocate(1)
         tokens = self.buffers.max_num_tokens
         batch = self.buffers.fill(StepPlan(0, ()), tokens)
-        hidden = self._forward(batch, tokens)
+        hidden = self.graphs.run(Dispatch(GraphMode.NONE, tokens), batch.metadata)
         self.model.compute_logits(hidden[: self.config.max_num_seqs])
         torch.cuda.synchronize(self.device)
         self.kv_caches = {}
@@ -132,6 +149,107 @@ class ModelRunner:
             self.device,
             eos_token_ids=self.model_config.eos_token_ids,
         )
+        self.use(self.model, CompileSettings(0, CompileMode.NONE, "NONE", ()))
+
+    # ---- compile and capture
+
+    def compile(
+        self, progress: Callable[[int, int], None] | None = None
+    ) -> tuple[Forward, CompileReport, CompileSettings]:
+        """Compile the replica at the config's level, without using it yet: all ranks vote first.
+
+        Raises:
+            CompileError: this rank cannot compile it; TraceError where the model's own code is the reason.
+        """
+        from workers.compile.compiler import compile_replica  # Late: a start without compiling needs none of it.
+
+        platform = platform_for(self.device)
+        mode = None if self.config.compile_mode is None else CompileMode(self.config.compile_mode)
+        settings = resolve_level(self.config, platform, mode=mode, missing=missing_for_compiling(platform))
+        forward, report = compile_replica(
+            self.model,
+            mode=settings.mode,
+            config=self.config,
+            model_config=self.model_config,
+            platform=platform,
+            device=self.device,
+            example_tokens=min(16, self.config.max_num_batched_tokens),
+            progress=progress,
+        )
+        return forward, report, settings
+
+    def use(self, forward: Forward, settings: CompileSettings) -> str:
+        """Run steps by ``forward`` from now on; gives a warning about graphs that cannot be had, or "".
+
+        Args:
+            forward: the model itself, or what :meth:`compile` gave.
+            settings: the level it came from.
+        """
+        mode, warning = supported_mode(
+            GraphMode.parse(settings.graph_mode),
+            device_type=self.device.type,
+            split=settings.mode is CompileMode.PIECEWISE,
+            attention_capturable=next(iter(self.model.attention_layers.values())).backend.capturable,
+            collectives_capturable=self.group.backend in ("none", "nccl"),
+        )
+        sizes = resolve_capture_sizes(
+            self.config.cudagraph_capture_sizes,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            device_type=self.device.type,
+        )
+        self.forward = forward
+        self.graph_mode = mode
+        self.graphs = GraphRunner(
+            forward,
+            mode=mode,
+            sizes=sizes,
+            buffers=self.buffers,
+            make_context=self._context,
+            device=self.device,
+            direct=python_implementations("CPU") if self.device.type == "cpu" else {},
+        )
+        if sizes.dropped:
+            dropped = ", ".join(map(str, sizes.dropped))
+            warning += f"{'; ' if warning else ''}capture sizes {dropped} are larger than any step, and are left out"
+        return warning
+
+    def measure_last_step(self, repeats: int) -> dict[str, float]:
+        """For benchmarks on the CPU: make the last step's forward pass again and again; every rank at once.
+
+        Returns:
+            seconds of one pass as steps make it (``forward``), and of what it spends within ops (``ops``: ATen and
+            our own; of a compiled replica its pieces and the splitting ops). Each is the least of the repeats, since
+            everything else on the machine only adds to it.
+        """
+        choice, metadata = self._last
+        probe = GraphRunner(
+            self.forward,
+            mode=GraphMode.FULL,
+            sizes=CaptureSizes((choice.size,), ()),
+            buffers=self.buffers,
+            make_context=self._context,
+            device=self.device,
+        )
+        buffers = self.buffers
+        statics = (
+            buffers.input_ids,
+            buffers.positions,
+            buffers.slot_mapping,
+            buffers.seq_lens,
+            buffers.query_start_loc,
+        )
+        kept = [static.array.copy() for static in statics]
+        probe.capture()  # Fills the buffers with padding.
+        for static, array in zip(statics, kept, strict=True):
+            static.array[:] = array
+        forward = ops = float("inf")
+        for _ in range(repeats):
+            started = time.perf_counter()
+            self.graphs.run(choice, metadata)
+            forward = min(forward, time.perf_counter() - started)
+            ops = min(ops, probe.op_seconds(Dispatch(GraphMode.FULL, choice.size), metadata))
+        return {"forward": forward, "ops": ops}
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -147,9 +265,13 @@ class ModelRunner:
         for new in plan.new:
             self.sampler.add(new)
         self.buffers.apply(plan)
-        batch = self.buffers.fill(plan, plan.num_tokens)
+        lengths = uniform_query_len(request.num_tokens for request in plan.scheduled)
+        choice = self.graphs.choose(plan.num_tokens, len(plan.scheduled), lengths)
+        padded_reqs = choice.size if choice.mode is GraphMode.FULL else 0
+        batch = self.buffers.fill(plan, choice.size, padded_reqs)
+        self._last = choice, batch.metadata
         prepared = time.perf_counter()
-        hidden = self._forward(batch, plan.num_tokens)
+        hidden = self.graphs.run(choice, batch.metadata)
         tokens: list[SampledToken] | None = []
         computed = time.perf_counter()
         # Whether rows are sampled follows from the plan alone, so every rank enters the same collectives.
@@ -162,15 +284,8 @@ class ModelRunner:
         stats = {"prepare": prepared - started, "forward": computed - prepared, "sample": ended - computed}
         return StepResult(plan.step_id, tuple(tokens or ()), stats)
 
-    def _forward(self, batch: Batch, padded_tokens: int) -> torch.Tensor:
-        """Hidden states [padded_tokens, hidden_size] of one step."""
-        if padded_tokens == 0:
-            return torch.empty(0, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
-        context = ForwardContext(batch.metadata, self.model.attention_layers, self.kv_caches)
-        with forward_context(context):
-            return self.model(
-                self.buffers.input_ids.tensor[:padded_tokens], self.buffers.positions.tensor[:padded_tokens]
-            )
+    def _context(self, metadata: AttentionMetadata) -> ForwardContext:
+        return ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:
         logits = self.model.compute_logits(hidden.index_select(0, batch.sample_rows))

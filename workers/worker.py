@@ -1,8 +1,9 @@
 """The verbs a driver may call on a rank, in their order, and the loop that answers them.
 
 A rank does what the driver says and nothing else: one message, one answer. Start-up verbs come once each, in the
-order ``device, (open_rendezvous,) group, weights, kv_cache_size, kv_cache, ready``; then steps; then the channel closes
-or ``shutdown`` comes. Processes and environment are ``launch/rank_process.py``'s, the model is ``runner.py``'s.
+order ``device, (open_rendezvous,) group, weights, kv_cache_size, kv_cache, compile, use_compiled, warm_up, capture,
+(discard_graphs,) ready``; then steps; then the channel closes or ``shutdown`` comes. Processes and environment are
+``launch/rank_process.py``'s, the model is ``runner.py``'s.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from parallel import cpu_linear
 from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
 from parallel.platform import detect_platform
 from runtime.channel import Channel, ChannelClosedError
@@ -26,10 +28,19 @@ from runtime.config import EngineConfig
 from runtime.errors import ProtocolError
 from runtime.model_config import ModelConfig
 from runtime.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
+from workers.attention import native_cpu
+from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
 from workers.runner import ModelRunner
 
+if TYPE_CHECKING:
+    from workers.compile.compiler import CompileReport
+
 log = logging.getLogger("lockstep")
+
+
+Compiled = tuple[Any, "CompileReport", CompileSettings]
+"""What ``ModelRunner.compile`` gives."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +72,12 @@ class Worker:
         self._channel = channel
         fault = parse_fault(config.fault)
         self._faults = FaultInjector(fault) if fault and fault.rank == info.rank else None
+        self._library_dir = os.path.join(config.cache_dir, "native")
         self._group: TensorParallelGroup | None = None
         self._device = torch.device("cpu")
         self._runner: ModelRunner
+        self._compiled: Compiled | None = None
+        self._pieces = 0
         self._verbs: dict[str, Callable[..., Any]] = {
             "device": self.take_device,
             "open_rendezvous": self.open_rendezvous,
@@ -71,7 +85,13 @@ class Worker:
             "weights": self.load_weights,
             "kv_cache_size": self.size_kv_cache,
             "kv_cache": self.allocate_kv_cache,
+            "compile": self.compile,
+            "use_compiled": self.use_compiled,
+            "warm_up": self.warm_up,
+            "capture": self.capture,
+            "discard_graphs": self.discard_graphs,
             "ready": self.fingerprint,
+            "measure_step": self.measure_step,
         }
 
     def serve(self) -> None:
@@ -134,6 +154,8 @@ class Worker:
             torch.cuda.set_device(self._device)
             return {"device": torch.cuda.get_device_name(self._device)}
         torch.set_num_threads(self.info.threads)
+        for use_native in (cpu_linear.use_native, native_cpu.use_native):
+            use_native(self._library_dir)
         return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
 
     def open_rendezvous(self) -> str:
@@ -155,7 +177,7 @@ class Worker:
                 same_host=same_host,
                 run_id=run_id,
                 timeout=self.config.collective_timeout,
-                library_dir=os.path.join(self.config.cache_dir, "native"),
+                library_dir=self._library_dir,
             )
             self._group = init_group(spec, self._device)
         if self._faults is not None:
@@ -171,6 +193,14 @@ class Worker:
 
     def load_weights(self) -> dict[str, Any]:
         """Build the model and fill this rank's shard. Gives bytes read, bytes of the checkpoint, seconds, peak."""
+        loaded = self._runner.load_model(self._reporter("weights"))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return asdict(loaded) | {"peak_rss": peak}
+
+    def _reporter(self, stage: str) -> Callable[[int, int], None] | None:
+        """Tells the driver how far a stage is, at most a hundred times; rank 0 speaks for all."""
+        if self.info.rank != 0:
+            return None
         last = -1
 
         def report(done: int, total: int) -> None:
@@ -178,11 +208,9 @@ class Worker:
             percent = done * 100 // max(total, 1)
             if percent != last:
                 last = percent
-                self._channel.send(pack(["progress", "weights", done, total]))
+                self._channel.send(pack(["progress", stage, done, total]))
 
-        loaded = self._runner.load_model(report if self.info.rank == 0 else None)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return asdict(loaded) | {"peak_rss": peak}
+        return report
 
     def size_kv_cache(self) -> int:
         """KV blocks this rank can afford; the driver takes the minimum."""
@@ -191,6 +219,69 @@ class Worker:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Allocate the KV cache of ``num_blocks`` blocks and everything a step needs."""
         self._runner.allocate(num_blocks)
+
+    def compile(self) -> dict[str, Any]:
+        """Compile the replica, without using it yet: the driver lets all ranks vote.
+
+        Gives the figures of the compilation, or ``{"failure": text}`` where this rank could not.
+
+        Raises:
+            TraceError: the model's code cannot be compiled at all, on any rank.
+        """
+        from workers.compile.errors import TraceError
+
+        try:
+            if self._faults is not None:
+                self._faults.on_vote("compile")
+            self._compiled = self._runner.compile(self._reporter("compile"))
+        except TraceError:
+            raise
+        except Exception as error:
+            log.debug("compiling failed", exc_info=True)
+            return {"failure": f"{type(error).__name__}: {error}"}
+        _, report, settings = self._compiled
+        return {
+            "compiled_pieces": report.compiled_pieces,
+            "distinct_pieces": report.distinct_pieces,
+            "cache_hits": report.cache_hits,
+            "plan_from_cache": report.plan_from_cache,
+            "pieces": report.pieces,
+            "mode": settings.mode.value,
+            "warnings": [*settings.warnings, *report.warnings],
+        }
+
+    def use_compiled(self, agreed: bool) -> list[str]:
+        """Run steps by what :meth:`compile` made, or by the plain model if some rank has none; gives warnings."""
+        if agreed and self._compiled is not None:
+            forward, report, settings = self._compiled
+            self._pieces = report.pieces
+            warning = self._runner.use(forward, settings)
+        else:
+            warning = ""
+        self._compiled = None
+        return [warning] if warning else []
+
+    def warm_up(self) -> None:
+        """Prepare what is to be captured. Collective: every rank at the same time."""
+        self._runner.graphs.warm_up(self._reporter("capture"))
+
+    def capture(self) -> dict[str, Any]:
+        """Capture graphs; gives how many, or ``{"failure": text}``. Exchanges nothing, so that ranks can vote."""
+        try:
+            if self._faults is not None:
+                self._faults.on_vote("capture")
+            return {"graphs": len(self._runner.graphs.capture(self._reporter("capture")))}
+        except Exception as error:
+            log.debug("capturing failed", exc_info=True)
+            return {"failure": f"{type(error).__name__}: {error}"}
+
+    def discard_graphs(self) -> None:
+        """Run every step without graphs, because some rank could not capture them."""
+        self._runner.graphs.discard()
+
+    def measure_step(self, repeats: int) -> dict[str, float]:
+        """For ``bench latency``: seconds of the last step's forward pass, and of its ops. Every rank at once."""
+        return self._runner.measure_last_step(repeats)
 
     def fingerprint(self) -> dict[str, str]:
         """What must be the same on every rank before a step may run; the driver compares field by field."""
@@ -201,7 +292,9 @@ class Worker:
             "torch": torch.__version__,
             "device": self._device.type,
             "kv_blocks": str(next(iter(self._runner.kv_caches.values())).shape[0]),
-            "graph_mode": "NONE",
+            "pieces": str(self._pieces),
+            "graph_mode": self._runner.graph_mode.value,
+            **self._runner.graphs.describe(),
         }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from launch.args import Gather, Parser, UsageError, add_engine_flags, add_model, nearest, read_settings, whole_numbers
-from launch.environment import read_environment
 from launch.output import write_json, write_line
 
 HELP = """usage: lockstep bench {latency,startup,collectives} ...

@@ -39,6 +39,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12], [13, 14]]
 
 
 def start(tp: int = 2, **settings) -> LLM:
+    settings = {"enforce_eager": True, **settings}
     return LLM(
         str(tiny_checkpoint()),
         tensor_parallel_size=tp,
@@ -168,7 +169,16 @@ def test_row_8_a_stage_that_takes_too_long_names_its_flag(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("when", ["starting", "running"])
 def test_row_9_sigkill_of_the_driver_leaves_nothing(when: str):
     """Whatever the driver was doing, its ranks end by themselves; the leak check looks for everything else."""
-    command = [LOCKSTEP, "generate", tiny_checkpoint(max_position_embeddings=65536), "-tp", "2", "--prompt", "x"]
+    command = [
+        LOCKSTEP,
+        "generate",
+        tiny_checkpoint(max_position_embeddings=65536),
+        "-tp",
+        "2",
+        "--prompt",
+        "x",
+        "--enforce-eager",
+    ]
     command += ["--distributed-executor-backend", "local", "--max-tokens", "60000", "--ignore-eos"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as driver:
         wanted = "spawn" if when == "starting" else "ready"

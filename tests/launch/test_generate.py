@@ -39,6 +39,7 @@ def transformers_greedy(folder: Path, lengths: tuple[int, ...], max_tokens: int)
 
 
 def local(folder: Path, tp: int, **settings) -> LLM:
+    settings = {"enforce_eager": True, **settings}  # compiled replicas have tests of their own: test_levels.py
     return LLM(str(folder), tensor_parallel_size=tp, distributed_executor_backend="local", progress=False, **settings)
 
 
@@ -105,7 +106,7 @@ def demo_prompts(indices: list[int] | range) -> list[str]:
 
 def command(*extra: str, indices: list[int] | range = ALL) -> list[str]:
     flags = ["--chat", "--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", str(MAX_TOKENS)]
-    return ["generate", "demo", *flags, "--max-model-len", "2048", *demo_prompts(indices), *extra]
+    return ["generate", "demo", *flags, "--enforce-eager", "--max-model-len", "2048", *demo_prompts(indices), *extra]
 
 
 def answers_of(argv: list[str], **environment: str) -> list[list[int]]:

@@ -52,7 +52,7 @@ def cluster() -> Iterator[Any]:
 
 
 def over_ray(tp: int, **settings) -> LLM:
-    return LLM(str(tiny_checkpoint()), tensor_parallel_size=tp, progress=False, **settings)
+    return LLM(str(tiny_checkpoint()), tensor_parallel_size=tp, progress=False, enforce_eager=True, **settings)
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -116,7 +116,7 @@ def test_exception_in_rank_1_only(cluster: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_sigkill_of_the_driver_over_ray(cluster: Any):
     argv = [BIN / "lockstep", "generate", tiny_checkpoint(max_position_embeddings=65536), "-tp", "2"]
-    argv += ["--prompt", "x", "--max-tokens", "60000", "--ignore-eos"]
+    argv += ["--prompt", "x", "--max-tokens", "60000", "--ignore-eos", "--enforce-eager"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as driver:
         for line in driver.stderr:
             if line.strip().startswith("ready"):
@@ -156,7 +156,16 @@ def test_more_ranks_than_the_cluster_can_hold_are_refused(cluster: Any):
 def test_a_submitted_job(cluster: Any, prompt: str, succeeds: bool):
     address = f"http://{cluster.head_node.webui_url}"
     argv = [BIN / "ray", "job", "submit", "--address", address, "--working-dir", str(ROOT), "--", "lockstep"]
-    argv += ["generate", str(tiny_checkpoint()), "--tensor-parallel-size", "2", "--prompt", prompt, "--json"]
+    argv += [
+        "generate",
+        str(tiny_checkpoint()),
+        "--tensor-parallel-size",
+        "2",
+        "--prompt",
+        prompt,
+        "--json",
+        "--enforce-eager",
+    ]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
     assert (done.returncode == 0) is succeeds, done.stdout + done.stderr

@@ -28,7 +28,7 @@ def under_launch(nproc: int, *argv: object) -> list[str]:
 
 
 def generate(*extra: object) -> list[object]:
-    return ["generate", tiny_checkpoint(), "--prompt", "Hello", "--json", "--max-tokens", 5, *extra]
+    return ["generate", tiny_checkpoint(), "--prompt", "Hello", "--json", "--max-tokens", 5, "--enforce-eager", *extra]
 
 
 def run(argv: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -74,7 +74,7 @@ def test_a_failing_rank_is_named_and_gives_the_code(kind: str, code: int):
 @pytest.mark.parametrize("place", [under_torchrun, under_launch])
 def test_row_10_sigkill_of_the_launcher_leaves_nothing(place):
     folder = tiny_checkpoint(max_position_embeddings=65536)
-    argv = ["generate", folder, "-tp", "2", "--prompt", "x", "--max-tokens", "60000", "--ignore-eos"]
+    argv = ["generate", folder, "-tp", "2", "--prompt", "x", "--max-tokens", "60000", "--ignore-eos", "--enforce-eager"]
     with subprocess.Popen(place(2, *argv), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as launcher:
         for line in launcher.stderr:
             if line.strip().startswith("ready"):

@@ -1,0 +1,383 @@
+"""From a model to its compiled replica and back from disk (rows 35, 38, 40, 43; traps c and d)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoints import prompts, reference_logits, tiny_checkpoint
+from tests.dist.ranks import run_ranks
+from tests.workers.compile.compiled import CompiledReplica, compile_and_generate
+from workers.compile.cache import MANIFEST
+from workers.compile.compiler import compile_replica
+from workers.compile.errors import CompileError, TraceError
+from workers.compile.levels import CompileMode
+from workers.compile.pieces import CompiledPiece, PieceCompiler
+from workers.compile.plan import Plan
+from workers.compile.split import PieceGraph
+
+ROOT = Path(__file__).parents[3]
+PROMPTS = prompts(9, 2, 17)
+TOKENS = 6
+LAYERS = 3
+PIECES = 3
+"""Distinct ones: before the first attention, between two, after the last."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_checkpoint("llama-bias")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compile-cache")
+
+
+@pytest.fixture(scope="module")
+def cold(folder: Path, cache: Path) -> CompiledReplica:
+    """The first start: everything is traced and compiled, once for all tests here."""
+    return CompiledReplica(folder, cache, example_tokens=1)
+
+
+@pytest.fixture
+def copied(cold: CompiledReplica, cache: Path, tmp_path: Path) -> Path:
+    """The cache that the first start left, to be damaged."""
+    return Path(shutil.copytree(cache, tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PieceGraph]]:
+    """Pieces are not compiled but run as they are, and counted: for tests of what surrounds the compiler."""
+    compiled: list[PieceGraph] = []
+
+    def run_as_is(self: PieceCompiler, piece: PieceGraph, *, portable: bool) -> CompiledPiece:
+        compiled.append(piece)
+        return CompiledPiece(lambda inputs: piece.module(*inputs), {"code": b"not to be loaded"})
+
+    monkeypatch.setattr(PieceCompiler, "compile", run_as_is)
+    yield compiled
+
+
+def entries(cache: Path, holding: str) -> list[Path]:
+    return sorted(path.parent for path in (cache / "compile").glob(f"*/{holding}"))
+
+
+def greedy_reference(folder: Path, prompt: list[int], count: int) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(int(reference_logits(folder, prompt + tokens)[-1].argmax()))
+    return tokens
+
+
+def assert_right(replica: CompiledReplica, folder: Path) -> None:
+    """Logits of a prompt in steps of several sizes, one token among them, equal transformers'."""
+    prompt, request = PROMPTS[2], next(replica.requests)
+    steps = [prompt[:5], prompt[5:6], prompt[6:]]
+    found = torch.cat([replica.compiled_step([(request, step)], padding=n) for n, step in enumerate(steps)])
+    expected = reference_logits(folder, prompt)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * float(expected.std()))
+
+
+# ---- a first start
+
+
+def test_each_distinct_piece_is_compiled_once(cold: CompiledReplica) -> None:
+    report = cold.compile_report
+    assert (report.compiled_pieces, report.distinct_pieces, report.cache_hits) == (PIECES, PIECES, 0)
+    assert (report.pieces, report.plan_from_cache, report.warnings) == (LAYERS + 1, False, ())
+    assert report.seconds > 0
+    assert cold.progress == [(done, PIECES) for done in (1, 2, 3)]
+
+
+def test_a_compiled_replica_equals_transformers_though_it_was_asked_to_trace_one_token(
+    cold: CompiledReplica, folder: Path
+) -> None:
+    assert_right(cold, folder)
+
+
+def test_every_size_of_step_uses_the_one_trace(cold: CompiledReplica) -> None:
+    """Nothing may trace or compile after the start: the compiled replica holds neither."""
+    for size in (1, 2, 3, 64):
+        tokens = [token % 100 + 3 for token in range(size)]
+        found, expected = (run([(next(cold.requests), tokens)]) for run in (cold.compiled_step, cold.step))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert {type(stage.run).__module__ for stage in cold.compiled.stages if stage.kind == "op"} == {"builtins"}
+
+
+def test_weights_are_shared_and_not_copied(cold: CompiledReplica) -> None:
+    named = {tensor.data_ptr() for tensor in (*cold.model.parameters(), *cold.model.buffers())}
+    assert {tensor.data_ptr() for tensor in cold.compiled.bound.values()} <= named
+    caches = {cache.data_ptr() for cache in cold.kv_caches.values()}
+    assert not caches & {tensor.data_ptr() for tensor in cold.compiled.bound.values()}
+
+
+def test_values_are_dropped_after_their_last_use(cold: CompiledReplica) -> None:
+    replica = cold.compiled
+    kept = {*replica.bound, replica.output}
+    killed = [index for kill in replica.kills for index in kill]
+    assert len(killed) == len(set(killed))
+    assert set(killed) == {index for stage in replica.stages for index in stage.inputs} - kept
+    for number, kill in enumerate(replica.kills):
+        assert not set(kill) & {index for stage in replica.stages[number + 1 :] for index in stage.inputs}
+
+
+def test_artifacts_name_no_rank_and_no_temporary_place(cold: CompiledReplica, cache: Path) -> None:
+    assert len(entries(cache, "code")) == PIECES
+    assert len(entries(cache, "plan")) == 1
+    assert not list((cache / "compile").glob(".*"))
+    for path in (cache / "compile").glob("*/plan"):
+        assert b"rank" not in path.read_bytes()
+
+
+# ---- a later start
+
+
+def test_a_later_start_compiles_nothing_and_does_not_import_the_compiler(
+    cold: CompiledReplica, folder: Path, cache: Path
+) -> None:
+    code = (
+        "import json, sys; from pathlib import Path; from dataclasses import asdict\n"
+        "from tests.workers.compile.compiled import CompiledReplica\n"
+        "replica = CompiledReplica(Path(sys.argv[1]), sys.argv[2])\n"
+        "loaded = [n for n in ('torch._dynamo', 'torch._inductor', 'triton') if n in sys.modules]\n"
+        "tokens = replica.greedy(json.loads(sys.argv[3]), 6)\n"
+        "print(json.dumps({'report': asdict(replica.compile_report), 'loaded': loaded, 'tokens': tokens}))"
+    )
+    arguments = [sys.executable, "-c", code, str(folder), str(cache), json.dumps(PROMPTS[0])]
+    done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["loaded"] == []
+    assert (found["report"]["compiled_pieces"], found["report"]["cache_hits"]) == (0, PIECES)
+    assert found["report"]["plan_from_cache"]
+    assert found["report"]["seconds"] < 2
+    assert found["tokens"] == greedy_reference(folder, PROMPTS[0], 6) == cold.greedy(PROMPTS[0], 6)
+
+
+def test_a_later_start_gives_the_same_bits(cold: CompiledReplica, folder: Path, cache: Path) -> None:
+    warm = CompiledReplica(folder, cache)
+    assert warm.compile_report.plan_from_cache
+    assert torch.equal(warm.compiled_step([(0, PROMPTS[0])]), cold.compiled_step([(next(cold.requests), PROMPTS[0])]))
+
+
+def test_deeper_models_share_the_pieces(cold: CompiledReplica, copied: Path) -> None:
+    deeper = tiny_checkpoint("llama-bias", num_hidden_layers=6)
+    replica = CompiledReplica(deeper, copied)
+    report = replica.compile_report
+    assert (report.compiled_pieces, report.cache_hits, report.pieces) == (0, PIECES, 7)
+    assert_right(replica, deeper)
+
+
+def damaged_plan(cache: Path) -> None:
+    (entry,) = entries(cache, "plan")
+    (entry / "plan").write_bytes(b"\x80")
+
+
+def plan_of_another_model(cache: Path) -> None:
+    from workers.compile.cache import Store
+
+    (entry,) = entries(cache, "plan")
+    plan = Plan.unpacked((entry / "plan").read_bytes())
+    bound = tuple(dataclasses.replace(tensor, name=f"other.{tensor.name}") for tensor in plan.bound)
+    Store(str(entry.parent)).save(entry.name, {"plan": dataclasses.replace(plan, bound=bound).packed()})
+
+
+def no_plan(cache: Path) -> None:
+    (entry,) = entries(cache, "plan")
+    shutil.rmtree(entry)
+
+
+@pytest.mark.parametrize(("damage", "warnings"), [(damaged_plan, 1), (plan_of_another_model, 1), (no_plan, 0)])
+def test_a_plan_that_cannot_be_used_costs_a_trace_but_no_compilation(
+    folder: Path, copied: Path, damage: Any, warnings: int
+) -> None:
+    damage(copied)
+    replica = CompiledReplica(folder, copied)
+    report = replica.compile_report
+    assert (report.compiled_pieces, report.cache_hits, report.plan_from_cache) == (0, PIECES, False)
+    assert len(report.warnings) == warnings
+    assert_right(replica, folder)
+    assert CompiledReplica(folder, copied).compile_report.plan_from_cache
+
+
+def truncate_a_loop(entry: Path) -> None:
+    path = entry / "loop0.so"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def remove_the_manifest(entry: Path) -> None:
+    (entry / MANIFEST).unlink()
+
+
+def hold_code_that_does_not_load(entry: Path) -> None:
+    """Whole and of the right key, but of no use: as another version of Lockstep might leave it."""
+    from workers.compile.cache import Store
+
+    Store(str(entry.parent)).save(entry.name, {"code": b"\x81\xa4form\xa6python"})
+
+
+@pytest.mark.parametrize("damage", [truncate_a_loop, remove_the_manifest, hold_code_that_does_not_load])
+def test_a_piece_that_cannot_be_used_is_compiled_again(
+    folder: Path, copied: Path, damage: Any, no_compiler: list[PieceGraph]
+) -> None:
+    damage(entries(copied, "code")[0])
+    replica = CompiledReplica(folder, copied)
+    report = replica.compile_report
+    assert (report.compiled_pieces, report.cache_hits) == (1, PIECES - 1)
+    assert len(no_compiler) == 1
+    assert report.warnings
+    assert_right(replica, folder)
+
+
+@pytest.mark.parametrize("place", ["", "/dev/null/cache"])
+def test_a_cache_that_cannot_be_written_costs_a_warning(
+    folder: Path, place: str, no_compiler: list[PieceGraph]
+) -> None:
+    replica = CompiledReplica(folder, place)
+    assert len(no_compiler) == PIECES
+    assert len(replica.compile_report.warnings) == bool(place)
+    assert_right(replica, folder)
+
+
+def test_other_sources_settings_or_machines_have_other_keys(
+    cold: CompiledReplica, folder: Path, copied: Path, no_compiler: list[PieceGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("source_digest", "new"), ("environment", {"cpu": "another"})):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"workers.compile.compiler.{name}", lambda _, value=value: value)
+            assert CompiledReplica(folder, copied).compile_report.compiled_pieces == PIECES
+    assert CompiledReplica(folder, copied).compile_report.plan_from_cache
+
+
+# ---- modes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [CompileMode.STOCK, CompileMode.DYNAMO_TRACE_ONCE])
+def test_other_modes_give_the_same_tokens(cache: Path, mode: CompileMode) -> None:
+    folder = tiny_checkpoint("llama-bias", num_hidden_layers=1)
+    replica = CompiledReplica(folder, cache, mode)
+    assert replica.compile_report.pieces == 1
+    assert_right(replica, folder)
+    traced = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for prompt in PROMPTS:
+        assert replica.greedy(prompt, TOKENS) == greedy_reference(folder, prompt, TOKENS)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == traced, "all sizes were compiled at the start"
+    if mode is CompileMode.DYNAMO_TRACE_ONCE:
+        again = CompiledReplica(folder, cache, mode)
+        assert (again.compile_report.compiled_pieces, again.compile_report.plan_from_cache) == (0, True)
+        assert_right(again, folder)
+
+
+def test_mode_none_is_the_model(folder: Path) -> None:
+    replica = CompiledReplica(folder, "", CompileMode.NONE)
+    assert replica.compiled is replica.model
+    assert (replica.compile_report.pieces, replica.compile_report.distinct_pieces) == (0, 0)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_near_to_the_truth_as_eager(cache: Path) -> None:
+    stored = tiny_checkpoint("llama", dtype="bfloat16")
+    exact = reference_logits(tiny_checkpoint("llama"), PROMPTS[0])
+    replica = CompiledReplica(stored, cache)
+    compiled, eager = replica.compiled_step([(0, PROMPTS[0])]), replica.step([(1, PROMPTS[0])])
+    assert (compiled - exact).std() < 1.1 * (eager - exact).std()
+
+
+@pytest.mark.slow
+def test_inductors_own_form_of_an_artifact_serves_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU uses, and a piece whose output has to be a view of its input."""
+    compile_piece = PieceCompiler.compile
+    monkeypatch.setattr(
+        PieceCompiler, "compile", lambda self, piece, *, portable: compile_piece(self, piece, portable=False)
+    )
+    small = tiny_checkpoint("llama", num_hidden_layers=1)
+    for hits in (0, 2):
+        replica = CompiledReplica(small, tmp_path)
+        assert (replica.compile_report.cache_hits, replica.compile_report.plan_from_cache) == (hits, hits > 0)
+        assert_right(replica, small)
+    assert len(entries(tmp_path, "artifact")) == 2
+
+
+# ---- errors
+
+
+def test_a_compiler_that_fails_is_an_error_that_says_what_to_do(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("workers.compile.pieces.find_cxx", lambda: str(broken))
+    with pytest.raises(CompileError, match=r"Inductor cannot compile a piece of the model \(.*--enforce-eager"):
+        CompiledReplica(folder, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "compile").glob(".*"))
+
+
+def test_a_model_that_branches_on_a_value_fails_at_the_start(tmp_path: Path) -> None:
+    from tests.workers.compile.models import BranchesOnValue, line_of
+    from tests.workers.compile.test_keys import any_config
+
+    for mode in (CompileMode.PIECEWISE, CompileMode.DYNAMO_TRACE_ONCE, CompileMode.STOCK):
+        with pytest.raises(TraceError) as caught:
+            compile_replica(BranchesOnValue(), mode=mode, **any_config(tmp_path))
+        assert line_of(BranchesOnValue) in str(caught.value)
+
+
+# ---- several processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_of_one_shape_share_the_work(tmp_path: Path) -> None:
+    """Every piece is compiled by one rank while the other waits for it; then none is."""
+    folder = tiny_checkpoint("llama", vocab_size=1024, intermediate_size=256)
+    arguments = [str(folder), str(tmp_path), "PIECEWISE", PROMPTS[:2], TOKENS]
+    expected = [greedy_reference(folder, prompt, TOKENS) for prompt in PROMPTS[:2]]
+    for compiled in (PIECES, 0):
+        results = run_ranks(compile_and_generate, 2, *arguments, timeout=280.0, collective_timeout=270.0)
+        reports = [result["report"] for result in results]
+        assert sum(report["compiled_pieces"] for report in reports) == compiled
+        assert [report["distinct_pieces"] for report in reports] == [PIECES] * 2
+        assert [report["pieces"] for report in reports] == [LAYERS + 1] * 2
+        assert all(result["tokens"] == expected for result in results)
+    assert all(report["plan_from_cache"] for report in reports)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_of_different_shapes_compile_their_own(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", num_hidden_layers=2)
+    arguments = [str(folder), str(tmp_path), "PIECEWISE", PROMPTS[:1], TOKENS]
+    results = run_ranks(compile_and_generate, 3, *arguments, timeout=280.0, collective_timeout=270.0)
+    assert all(result["report"]["distinct_pieces"] == PIECES for result in results)
+    assert all(result["tokens"] == [greedy_reference(folder, PROMPTS[0], TOKENS)] for result in results)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_four_engines_may_start_at_once(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", num_hidden_layers=1)
+    code = (
+        "import json, sys; from pathlib import Path\n"
+        "from tests.workers.compile.compiled import CompiledReplica\n"
+        "replica = CompiledReplica(Path(sys.argv[1]), sys.argv[2])\n"
+        "print(json.dumps([replica.compile_report.compiled_pieces, replica.greedy([5, 6, 7], 4)]))"
+    )
+    command = [sys.executable, "-c", code, str(folder), str(tmp_path)]
+    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outputs = [json.loads(process.communicate(timeout=280)[0]) for process in started]
+    assert sum(compiled for compiled, _ in outputs) == 2
+    assert {tuple(tokens) for _, tokens in outputs} == {tuple(greedy_reference(folder, [5, 6, 7], 4))}

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, models
 from typing_extensions import override
 
 from parallel.parameter import ParallelModule
-from runtime.model_config import ModelConfig
 from workers.kv_cache import KVCacheSpec
 from workers.models.registry import build_model
 from workers.runner import ModelRunner
@@ -93,10 +92,3 @@ class RandomRunner(ModelRunner):
                 module.process_after_loading()
         self.kv_spec = KVCacheSpec.from_model(self.model, self.config.block_size)
         return LoadReport(0, 0, 0.0)
-
-
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that a decode step reads: all but the input embedding, of which it reads a few rows."""
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim * config.hidden_size
-    layer = attention + 3 * config.hidden_size * config.intermediate_size
-    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * itemsize

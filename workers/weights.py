@@ -65,7 +65,8 @@ def load_weights(
             named, with their files.
     """
     started = time.perf_counter()
-    model.to_empty(device=device)
+    # As to_empty does, which on meta tensors first imports the machinery of symbolic shapes: half a second a start.
+    model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     targets = _match(model, checkpoint)
     done = bytes_read = 0
     with ExitStack() as stack, torch.no_grad():

@@ -68,7 +68,7 @@ typedef void few_function(int fresh, const char *w, long w_bytes, const float *x
 
 /* As many sums as there are registers for; with one token, as many as keep up with the memory. */
 #if LANES == 16 || defined(__aarch64__)
-#define EACH_FEW(macro) macro(4, 1) macro(8, 2) macro(6, 3) macro(6, 4)
+#define EACH_FEW(macro) macro(4, 1) macro(8, 2) macro(6, 3) macro(4, 4)
 #else
 #define EACH_FEW(macro) macro(4, 1) macro(4, 2) macro(3, 3) macro(2, 4)
 #endif

@@ -65,7 +65,10 @@ def kernel(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], 
 @functools.cache
 def triton_is_installed() -> bool:
     """Whether kernels can be launched, given a device; Triton is not imported to find out."""
-    return importlib.util.find_spec("triton") is not None
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ImportError:  # An import hook that forbids it, as good as its absence.
+        return False
 
 
 def next_power_of_2(number: int) -> int:

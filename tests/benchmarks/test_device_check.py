@@ -1,0 +1,64 @@
+"""The check for machines with a GPU, exercised without one: every section runs, and fails alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import device_check
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="shows how sections fail where there is no GPU")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_section_on_the_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    assert device_check.main(["--device", "cpu", "--no-compile", "--out", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["ok"]
+    assert result["versions"]["torch"] == torch.__version__
+    sections: dict[str, Any] = result["sections"]
+    assert {name: section["status"] for name, section in sections.items()} == dict.fromkeys(
+        device_check.SECTIONS, "passed"
+    )
+    assert sections["tokens"]["report"]["compared"] == ["eager", "FULL"]
+    assert sections["tensor_parallel"]["report"]["compared"] == ["TP 1", "TP 2"]
+    assert {row["op"] for row in sections["rooflines"]["report"]["rows"][1:]} >= {"paged_attention", "rms_norm"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_decode_in_every_mode() -> None:
+    result = device_check.check("cpu", ["decode"])
+    outcome = result["sections"]["decode"]
+    assert outcome["status"] == "passed", outcome
+    report = outcome["report"]
+    modes = ["eager", "NONE", "PIECEWISE", "FULL"]
+    assert [row["mode"] for row in report["steps"]] == [mode for mode in modes for _ in range(2)]
+    assert report["tokens_as_eager"] == dict.fromkeys(modes, 1.0)
+    row_52 = report["row_52"]
+    assert row_52["predicted_eager_launch_ms"] == pytest.approx(
+        row_52["launches_per_step"]["eager"] * row_52["launch_us"] / 1e3, rel=0.01
+    )
+
+
+@without_gpu
+def test_sections_fail_alone_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    assert device_check.main(["--device", "cuda", "--only", "kernels", "rooflines", "--out", str(out)]) == 1
+    for outcome in json.loads(out.read_text())["sections"].values():
+        assert outcome["status"] == "failed"
+        assert "CUDA" in outcome["traceback"]
+    assert "kernels          failed" in capsys.readouterr().err
+
+
+def test_a_section_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(device_check.SECTIONS, "rooflines", 0.0)
+    result = device_check.check("cpu", ["rooflines"])
+    assert not result["ok"]
+    assert result["sections"]["rooflines"]["traceback"].startswith("stopped after 1 s")

@@ -35,7 +35,7 @@ class _Command:
 
 COMMANDS = {
     "generate": _Command("launch.commands.generate", "continue prompts, or answer them as a chat"),
-    "bench": _Command("launch.commands.bench", "measure: latency, startup, collectives"),
+    "bench": _Command("launch.commands.bench", "measure: latency, startup, collectives, ops"),
     "launch": _Command("launch.commands.launch", "run a command under torchrun, on one node or several"),
     "doctor": _Command("launch.commands.doctor", "look for what is wrong with this machine"),
 }

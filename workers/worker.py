@@ -28,9 +28,10 @@ from runtime.config import EngineConfig
 from runtime.errors import ProtocolError
 from runtime.model_config import ModelConfig
 from runtime.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
-from workers.attention import native_cpu
+from workers.attention import native_cpu as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
+from workers.ops import native_cpu as native_ops
 from workers.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -154,8 +155,9 @@ class Worker:
             torch.cuda.set_device(self._device)
             return {"device": torch.cuda.get_device_name(self._device)}
         torch.set_num_threads(self.info.threads)
-        for use_native in (cpu_linear.use_native, native_cpu.use_native):
-            use_native(self._library_dir)
+        # Before a model is built or traced: what it does depends on which kernels there are.
+        for kernels in (cpu_linear, native_attention, native_ops):
+            kernels.use_native(self._library_dir)
         return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
 
     def open_rendezvous(self) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 from launch.args import Gather, Parser, UsageError, add_engine_flags, add_model, nearest, read_settings, whole_numbers
 from launch.output import write_json, write_line
 
-HELP = """usage: lockstep bench {latency,startup,collectives} ...
+HELP = """usage: lockstep bench {latency,startup,collectives,ops} ...
 
 Measure on this machine:
   latency      tokens per second of prefill and decode, for a fixed batch
   startup      seconds of every start-up stage
   collectives  all-reduce between ranks, by size
+  ops          the call of an op, by how it is registered; on a GPU every kernel against what the card could do
 
 lockstep bench latency --help tells more, and so for the others."""
 
@@ -129,10 +130,26 @@ def _collectives(argv: Sequence[str]) -> tuple[Run, bool]:
     return measure, arguments.json
 
 
+def _ops(argv: Sequence[str]) -> tuple[Run, bool]:
+    parser = Parser(
+        "lockstep bench ops", "[--json]", "Microseconds of an op's call; on a GPU also every kernel's share."
+    )
+    _add_json(parser)
+    arguments = parser.parse(argv)
+
+    def measure() -> Rows:
+        from benchmarks.ops import bench_ops
+
+        return bench_ops()
+
+    return measure, arguments.json
+
+
 _BENCHES: dict[str, Callable[[Sequence[str]], tuple[Run, bool]]] = {
     "latency": _latency,
     "startup": _startup,
     "collectives": _collectives,
+    "ops": _ops,
 }
 
 

@@ -175,7 +175,7 @@ def test_prompts_from_standard_input(llm: type[FakeLLM], lockstep: Lockstep, mon
         (["generate", "demo", "--prompts-file", "/nowhere"], "--prompts-file /nowhere: No such file or directory"),
         (["generate", "demo", "--prompts-file", "/dev/null"], "--prompts-file /dev/null holds no prompt"),
         (["generate", "demo", "--prompt", "\udcff"], "prompt 0 is not valid UTF-8"),
-        (["bench"], "what to measure is missing: one of latency, startup, collectives"),
+        (["bench"], "what to measure is missing: one of latency, startup, collectives, ops"),
         (["bench", "latency", "demo", "--batch", "0"], "--batch 0"),
         (["bench", "latency", "demo", "--temperature", "0"], "unknown flag --temperature"),
         (["bench", "startup"], "MODEL is missing"),

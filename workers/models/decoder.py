@@ -25,7 +25,7 @@ from workers.attention.choose import choose_backend
 from workers.layers.attention import Attention
 from workers.layers.mlp import MLP
 from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryEmbedding, rotate
+from workers.layers.rotary import RotaryEmbedding, rotary_embedding
 
 
 class SelfAttention(nn.Module):
@@ -94,7 +94,8 @@ class SelfAttention(nn.Module):
         query, key, value = (x.unflatten(-1, (-1, self.head_dim)) for x in qkv.split(sizes, dim=-1))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        attended = self.attn(rotate(query, *rotation), rotate(key, *rotation), value)
+        query, key = rotary_embedding(query, key, *rotation)
+        attended = self.attn(query, key, value)
         output, _ = self.o_proj(attended)
         return output
 

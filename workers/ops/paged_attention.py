@@ -37,7 +37,6 @@ LANES = 32
 BUSY = 2048
 """Decode programs that keep a large GPU busy; more would only wait for one another."""
 
-
 MAX_REGISTERS = 255
 """Of one thread, on every GPU."""
 

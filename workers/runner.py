@@ -27,7 +27,7 @@ from workers.faults import FaultInjector
 from workers.forward_context import ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
-from workers.graphs.inputs import Forward
+from workers.graphs.inputs import Forward, StaticInputs
 from workers.graphs.modes import GraphMode, supported_mode
 from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
@@ -121,15 +121,27 @@ class ModelRunner:
         return int(available_memory() * CPU_KV_SHARE_OF_FREE_MEMORY / self._ranks_on_host)
 
     def _profile_memory(self) -> None:
-        """Find the peak memory of the largest step by running it once over a cache of one block."""
+        """Find the peak memory of the largest steps by running them once over a cache of one block."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1)
-        tokens = self.buffers.max_num_tokens
-        batch = self.buffers.fill(StepPlan(0, ()), tokens)
-        hidden = self.graphs.run(Dispatch(GraphMode.NONE, tokens), batch.metadata)
-        self.model.compute_logits(hidden[: self.config.max_num_seqs])
-        torch.cuda.synchronize(self.device)
+        self._run_largest_steps()
         self.kv_caches = {}
+
+    @torch.inference_mode()
+    def _run_largest_steps(self) -> None:
+        """The longest prompt and the largest decode batch there can be, of no request's: nothing is written."""
+        inputs = StaticInputs(self.buffers)
+        prompt, decode = inputs.prompt, inputs.decode
+        for make, rows in ((prompt, self.buffers.max_num_tokens), (decode, self.config.max_num_seqs)):
+            hidden = self.graphs.run(Dispatch(GraphMode.NONE, rows), make(rows))
+            self.model.compute_logits(hidden[: self.config.max_num_seqs])
+        torch.cuda.synchronize(self.device)
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Make ready what is to be captured, and have kernels compiled before the first request. Collective."""
+        if self.device.type == "cuda":
+            self._run_largest_steps()
+        self.graphs.warm_up(progress)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache, the static buffers and the sampler. ``num_blocks`` is the minimum over ranks."""

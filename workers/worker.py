@@ -265,7 +265,7 @@ class Worker:
 
     def warm_up(self) -> None:
         """Prepare what is to be captured. Collective: every rank at the same time."""
-        self._runner.graphs.warm_up(self._reporter("capture"))
+        self._runner.warm_up(self._reporter("capture"))
 
     def capture(self) -> dict[str, Any]:
         """Capture graphs; gives how many, or ``{"failure": text}``. Exchanges nothing, so that ranks can vote."""

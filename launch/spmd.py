@@ -26,6 +26,7 @@ from launch.accept import accept_ranks
 from launch.environment import TorchrunRanks, torchrun_ranks
 from launch.local import spawn_rank
 from launch.rank_process import Orders, die_with_parent, host_identity, make_orders
+from launch.run_folder import PREFIX
 from launch.supervisor import RankHandle, StartedRank
 from runtime.channel import Channel, ChannelClosedError, ChannelListener, connect, wait_readable
 from runtime.config import EngineConfig
@@ -64,7 +65,8 @@ class FileRendezvous:
     """On one host: files in a private folder named after the torchrun process, the parent of all of us."""
 
     def __init__(self, ranks: TorchrunRanks) -> None:
-        name = f"lockstep-torchrun-{os.getuid()}-{os.getppid()}-{ranks.master_port}-{ranks.restart_count}"
+        # Named like a run folder of torchrun's pid, so that the next start sweeps it if torchrun was killed.
+        name = f"{PREFIX}{os.getppid()}-torchrun-{ranks.master_port}-{ranks.restart_count}"
         self._folder = Path(tempfile.gettempdir()) / name
         self._folder.mkdir(mode=0o700, exist_ok=True)
         if self._folder.stat().st_uid != os.getuid():
@@ -364,7 +366,7 @@ def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         if config.max_nodes == 1 and not arguments.rdzv_endpoint:
             # A rendezvous over a file: torchrun's default opens a TCP store on every interface, at a fixed port.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-launch-"))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-launch-"))
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             config.rdzv_backend, config.rdzv_endpoint = "c10d", os.path.join(folder, "rendezvous")
             config.rdzv_configs = {"store_type": "file"}

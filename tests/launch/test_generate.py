@@ -58,10 +58,9 @@ def test_greedy_tokens_are_those_of_transformers(kind: str, tp: int):
 def test_greedy_tokens_of_every_architecture(kind: str):
     lengths = (1, 9, 30, 17)
     folder = tiny_checkpoint(kind)
-    for tp in (2, 4):
-        with local(folder, tp) as llm:
-            outputs = llm.generate(prompts(*lengths), GREEDY)
-        assert [output.token_ids for output in outputs] == transformers_greedy(folder, lengths, GREEDY.max_tokens), tp
+    with local(folder, 3) as llm:
+        outputs = llm.generate(prompts(*lengths), GREEDY)
+    assert [output.token_ids for output in outputs] == transformers_greedy(folder, lengths, GREEDY.max_tokens)
 
 
 def test_one_engine_serves_many_calls_and_closes_once():

@@ -37,7 +37,7 @@ def tokens(folder: Path, tp: int, cache: str, **settings) -> tuple[list[list[int
         return [output.token_ids for output in llm.generate(prompts(*LENGTHS), GREEDY)], llm.startup
 
 
-@pytest.mark.parametrize("kind", ["llama3", "mistral", "qwen2", "qwen3-bias"])
+@pytest.mark.parametrize("kind", ["llama3", "mistral", "qwen3-bias"])
 def test_levels_agree_for_every_family(kind: str, cache: str):
     folder = tiny_checkpoint(kind)
     expected = transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.run_folder import make_run_folder, remove_traces
 from tests.checkpoints import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
@@ -84,6 +85,7 @@ def test_row_10_sigkill_of_the_launcher_leaves_nothing(place):
         launcher.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    remove_traces(make_run_folder())  # what a killed launcher could not remove, the next start does
 
 
 def test_outside_torchrun_the_module_says_how_to_start_it():

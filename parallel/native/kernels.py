@@ -6,16 +6,49 @@ What a kernel computes is its own module's matter (``parallel/cpu_linear.py``, `
 from __future__ import annotations
 
 import ctypes
+import logging
 from pathlib import Path
 
 import torch
 
-from parallel.native.build import load_library
+from parallel.native.build import NativeBuildError, load_library
+
+log = logging.getLogger("lockstep")
 
 POOL = Path(__file__).parent / "pool.c"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """As in native/numbers.h."""
+
+
+class OptionalKernels:
+    """The kernels of one source, for code that is called without a word about where libraries are kept.
+
+    Args:
+        source: see :func:`load_kernels`.
+        without: what goes on without them, and how, for the one warning.
+
+    Attributes:
+        library: once :meth:`use` has loaded it.
+        refused: whether the warning was given.
+    """
+
+    def __init__(self, source: Path, without: str) -> None:
+        self.library: ctypes.CDLL | None = None
+        self.refused = False
+        self._source = source
+        self._without = without
+
+    def use(self, directory: str) -> bool:
+        """Load them from now on; whether they could be compiled. If not, the log says so once."""
+        try:
+            self.library = load_kernels(self._source, directory)
+        except NativeBuildError as error:
+            if not self.refused:
+                log.warning("%s: %s", self._without, error)
+            self.refused = True
+            return False
+        return True
 
 
 def load_kernels(source: Path, directory: str) -> ctypes.CDLL:

@@ -8,7 +8,6 @@ requests are in the step, however a prompt is cut into chunks, and whatever the 
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,13 +15,10 @@ from typing import ClassVar
 
 import torch
 
-from parallel.native.build import NativeBuildError
-from parallel.native.kernels import DTYPE_CODES, load_kernels
+from parallel.native.kernels import DTYPE_CODES, OptionalKernels
 from workers.attention.base import AttentionBackend, AttentionMetadata
 from workers.forward_context import ForwardContext
 from workers.layers.attention import Attention
-
-log = logging.getLogger("lockstep")
 
 SOURCE = Path(__file__).parent / "native" / "attention.c"
 
@@ -36,11 +32,8 @@ _STEP = "native_cpu.step"
 """Key in a forward context's ``shared``."""
 
 
-class _Native:
-    """The kernels :func:`use_native` has loaded: a model is built without a word about where libraries are kept."""
-
-    library: ctypes.CDLL | None = None
-    refused: bool = False
+_Native = OptionalKernels(SOURCE, "attention goes without the C kernel, several times slower in decode")
+"""What :func:`use_native` has loaded."""
 
 
 def use_native(library_dir: str) -> bool:
@@ -52,14 +45,7 @@ def use_native(library_dir: str) -> bool:
     Returns:
         whether it could be compiled; if not, says so once in the log.
     """
-    try:
-        _Native.library = load_kernels(SOURCE, library_dir)
-    except NativeBuildError as error:
-        if not _Native.refused:
-            log.warning("attention goes without the C kernel, several times slower in decode: %s", error)
-        _Native.refused = True
-        return False
-    return True
+    return _Native.use(library_dir)
 
 
 def native_backend(dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:

@@ -7,17 +7,12 @@ beside it. Each function here gives None for tensors that its kernel does not ta
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import struct
 from pathlib import Path
 
 import torch
 
-from parallel.native.build import NativeBuildError
-from parallel.native.kernels import DTYPE_CODES, load_kernels
-
-log = logging.getLogger("lockstep")
+from parallel.native.kernels import DTYPE_CODES, OptionalKernels
 
 SOURCE = Path(__file__).parent / "native" / "elementwise.c"
 
@@ -29,11 +24,8 @@ _ROTATION = struct.Struct("6q5q6q").pack
 _ACTIVATION = struct.Struct("2q3q").pack
 
 
-class _Native:
-    """The kernels, for ops that have no argument to be given them by."""
-
-    library: ctypes.CDLL | None = None
-    refused: bool = False
+_Native = OptionalKernels(SOURCE, "norms and activations go without C kernels, slower in eager mode")
+"""What :func:`use_native` has loaded."""
 
 
 def use_native(library_dir: str) -> bool:
@@ -45,14 +37,7 @@ def use_native(library_dir: str) -> bool:
     Returns:
         whether it could be compiled; if not, says so once in the log.
     """
-    try:
-        _Native.library = load_kernels(SOURCE, library_dir)
-    except NativeBuildError as error:
-        if not _Native.refused:
-            log.warning("norms and activations go without C kernels, slower in eager mode: %s", error)
-        _Native.refused = True
-        return False
-    return True
+    return _Native.use(library_dir)
 
 
 def is_used() -> bool:

@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: no C compiler, which the ranks' shared-memory exchange needs: on Debian, apt-get install gcc" >&2; exit 1; }
 	@echo "setting up $(VENV): some minutes the first time"
 	@"$(BIN)/python" -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear "$(VENV)"
-	"$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[ray,demo,test,dev]"
+	"$(BIN)/python" -m pip install --disable-pip-version-check -c constraints.txt -e ".[ray,demo,serve,plot,test,dev]"
 	@touch "$@"
 
 demo: setup

@@ -8,7 +8,8 @@ checkpoint says about itself lives in ``model_config.py``; environment variables
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,8 @@ MAX_SEED = 2**63 - 1
 MAX_PARALLEL_SAMPLES = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
 
 def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), short: str = "", flag: bool = True) -> Any:
@@ -64,6 +67,9 @@ class EngineConfig:
         "max_num_seqs sequences of max_model_len can fill, at most a quarter of the free memory"
     )  # fmt: skip
     block_size: int = setting(16, "tokens in one KV-cache block")
+    enable_prefix_caching: bool = setting(True, "reuse the KV blocks of prompts that begin alike")
+    max_queued_requests: int = setting(1024, "requests that may wait before a server refuses more")
+    max_restarts: int = setting(3, "failures of the worker group within ten minutes that are mended by a restart")
     seed: int = setting(0, "seed of requests that bring none")
     optimization_level: int = setting(2, "0: eager; 1: compile + piecewise graphs; 2, 3: and full graphs", short="-O")
     enforce_eager: bool = setting(False, "neither compile nor capture graphs")
@@ -105,6 +111,8 @@ class EngineConfig:
         _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
         _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         _check_range("block_size", self.block_size, 1, 1024)
+        _check_range("max_queued_requests", self.max_queued_requests, 1, 2**20)
+        _check_range("max_restarts", self.max_restarts, 0, 1000)
         _check_range("seed", self.seed, 0, MAX_SEED)
         _check_range("optimization_level", self.optimization_level, 0, 3)
         _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
@@ -227,6 +235,55 @@ def resolve(config: EngineConfig, model: ModelConfig, *, device: str, executor: 
 
 
 @dataclass(frozen=True)
+class StructuredOutputs:
+    """What the output has to match: exactly one of the fields is set. Names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as text or as the object it stands for; kept as text.
+        json_object: any JSON object.
+        regex: a regular expression that matches the whole output.
+        grammar: a context-free grammar in Lark's notation, or in GBNF (recognised by ``::=``).
+        choice: one of these texts.
+
+    Raises:
+        RequestError: none or several are set, or one is too long. Whether a schema or grammar can be used at all is
+            ``structured.py``'s to say.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+    choice: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        value: Any = self.json
+        if isinstance(value, (dict, bool)):
+            object.__setattr__(self, "json", json.dumps(value))
+        if self.choice:
+            choice = _as_tuple(self.choice)
+            if choice is None or len(choice) > 1024 or not all(isinstance(v, str) and v for v in choice):
+                raise RequestError(f"choice takes at most 1024 strings that are not empty; got {self.choice!r:.200}")
+            object.__setattr__(self, "choice", choice)
+        for name in ("json", "regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text):
+                raise RequestError(f"structured output by {name} takes a text that is not empty; got {text!r:.200}")
+            if text is not None and len(text) > MAX_GRAMMAR_CHARACTERS:
+                raise RequestError(f"{name} has {len(text)} characters; allowed: {MAX_GRAMMAR_CHARACTERS}")
+        asked = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) not in (None, False, ())]
+        if len(asked) != 1:
+            given = ", ".join(asked) or "none"
+            raise RequestError(
+                f"structured output takes exactly one of json, json_object, regex, grammar, choice; got {given}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Only what is set, as msgpack can carry it."""
+        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to continue one prompt. Field names and meanings are vLLM's.
 
@@ -249,6 +306,9 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
     seed: int | None = setting(None, "seed of this request", flag=False)
     logprobs: int | None = setting(None, "report log-probabilities: of the chosen token and of this many best ones")
+    prompt_logprobs: int | None = setting(None, "the same for every token of the prompt but the first", flag=False)
+    logit_bias: tuple[tuple[int, float], ...] = setting((), "added to the logits of these token ids", flag=False)
+    structured_outputs: StructuredOutputs | None = setting(None, "what the output has to match", flag=False)
 
     def __post_init__(self) -> None:
         def check(name: str, low: float, high: float) -> None:
@@ -272,6 +332,13 @@ class SamplingParams:
             check("seed", 0, MAX_SEED)
         if self.logprobs is not None:
             check("logprobs", 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            check("prompt_logprobs", 0, MAX_LOGPROBS)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
+        if self.structured_outputs is not None and self.min_tokens:
+            raise RequestError("min_tokens and structured_outputs contradict each other: what matches may be shorter")
         object.__setattr__(self, "stop", _strings("stop", self.stop))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.min_tokens > self.max_tokens:
@@ -289,13 +356,17 @@ class SamplingParams:
 
     def to_dict(self) -> dict[str, Any]:
         """Only what differs from the defaults, as msgpack can carry it."""
-        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+        fields = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
+        if self.structured_outputs is not None:
+            fields["structured_outputs"] = self.structured_outputs.to_dict()
+        return fields
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SamplingParams:
         """The inverse of :meth:`to_dict`; unknown keys and wrong types are errors."""
+        compound = {name: fields[name] for name in ("logit_bias", "structured_outputs") if name in fields}
         try:
-            return cls(**checked_fields(cls, fields))
+            return cls(**checked_fields(cls, {k: v for k, v in fields.items() if k not in compound}), **compound)
         except ConfigError as error:
             raise RequestError(str(error)) from None
 
@@ -312,6 +383,31 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if values is None or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise RequestError(f"{name} takes token ids, whole numbers; got {value!r}")
     return values
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) pairs from a mapping or from such pairs, ascending by id."""
+    pairs = _as_tuple(cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else value)
+    allowed = f"logit_bias takes at most {MAX_LOGIT_BIAS} pairs of a token id and a number from -100 to 100"
+    if pairs is None or len(pairs) > MAX_LOGIT_BIAS:
+        raise RequestError(f"{allowed}; got {value!r:.200}")
+    result: dict[int, float] = {}
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(cast("Sequence[Any]", pair)) == 2):
+            raise RequestError(f"{allowed}; got {pair!r:.200}")
+        token_id, bias = cast("tuple[Any, Any]", pair)
+        numbers = isinstance(token_id, int) and isinstance(bias, (int, float))
+        if not numbers or isinstance(token_id, bool) or isinstance(bias, bool) or not -100 <= bias <= 100:
+            raise RequestError(f"{allowed}; got {token_id!r:.99}: {bias!r:.99}")
+        result[token_id] = float(bias)
+    return tuple(sorted(result.items()))
+
+
+def _structured(fields: Mapping[str, Any]) -> StructuredOutputs:
+    known = {f.name for f in dataclasses.fields(StructuredOutputs)}
+    if unknown := sorted(fields.keys() - known):
+        raise RequestError(f"structured_outputs has no field {unknown[0]!r}; there are {', '.join(sorted(known))}")
+    return StructuredOutputs(**fields)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...] | None:

@@ -34,6 +34,18 @@ class RequestError(InputError):
     """One request is invalid (too long, token out of range, contradicting parameters); others are unaffected."""
 
 
+class QueueFullError(LockstepError):
+    """So many requests are waiting that another one is refused; nothing was queued.
+
+    Attributes:
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+
 class EngineError(LockstepError):
     """The engine cannot go on, or was asked for something after it had ended."""
 

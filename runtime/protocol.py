@@ -34,12 +34,15 @@ class NewRequest:
         num_prompt_tokens: how many of ``token_ids`` are the prompt.
         sampling: its parameters; ``seed`` is always set. The noise of output token i depends on (seed, i) alone, so
             a request that is replayed or preempted gets the tokens it would have had.
+        num_computed: tokens at the front whose keys and values are in the KV cache already, computed for a request
+            that begins alike; its first ``new_block_ids`` name their blocks.
     """
 
     req_id: int
     token_ids: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
+    num_computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,21 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """How likely the model found some tokens of a prompt, in order.
+
+    Attributes:
+        req_id: the request, which asked for ``prompt_logprobs``.
+        start: index in the prompt of the first of ``tokens``; 1 or more, since nothing comes before token 0.
+        tokens: for each its id, its logprob and the likeliest (token id, logprob) pairs, best first.
+    """
+
+    req_id: int
+    start: int
+    tokens: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """Rank 0's answer to a plan, after every rank has confirmed the step."""
 
@@ -93,6 +111,7 @@ class StepResult:
     tokens: tuple[SampledToken, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
     """Seconds spent where, by name; for metrics and ``bench``."""
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 def digest(message: bytes) -> str:
@@ -123,7 +142,7 @@ def unpack(data: bytes) -> list[Any]:
 
 def pack_plan(plan: StepPlan) -> bytes:
     """The bytes of a step message: packed once, sent to every rank."""
-    new = [(r.req_id, r.token_ids, r.num_prompt_tokens, r.sampling.to_dict()) for r in plan.new]
+    new = [(r.req_id, r.token_ids, r.num_prompt_tokens, r.sampling.to_dict(), r.num_computed) for r in plan.new]
     scheduled = [(r.req_id, r.num_tokens, r.new_block_ids) for r in plan.scheduled]
     return pack(["step", plan.step_id, scheduled, new, plan.dropped])
 
@@ -135,7 +154,7 @@ def unpack_plan(message: list[Any]) -> StepPlan:
         return StepPlan(
             step_id=int(step_id),
             scheduled=tuple(ScheduledRequest(i, n, tuple(blocks)) for i, n, blocks in scheduled),
-            new=tuple(NewRequest(i, tuple(t), p, SamplingParams.from_dict(s)) for i, t, p, s in new),
+            new=tuple(NewRequest(i, tuple(t), p, SamplingParams.from_dict(s), c) for i, t, p, s, c in new),
             dropped=tuple(dropped),
         )
     except (ValueError, TypeError, AttributeError) as error:
@@ -144,17 +163,22 @@ def unpack_plan(message: list[Any]) -> StepPlan:
 
 def pack_tokens(result: StepResult) -> list[Any]:
     """A result as the value of an "ok" message."""
-    return [[(t.req_id, t.token_id, t.logprob, t.top_logprobs, t.error) for t in result.tokens], result.stats]
+    tokens = [(t.req_id, t.token_id, t.logprob, t.top_logprobs, t.error) for t in result.tokens]
+    return [tokens, result.stats, [(p.req_id, p.start, p.tokens) for p in result.prompt_logprobs]]
 
 
 def unpack_tokens(step_id: int, value: Any) -> StepResult:
     """The inverse of :func:`pack_tokens`. Raises :class:`ProtocolError` if it is not one."""
     try:
-        tokens, stats = value
+        tokens, stats, prompts = value
         return StepResult(
             step_id,
             tuple(SampledToken(i, t, lp, tuple((a, b) for a, b in top), error) for i, t, lp, top, error in tokens),
             dict(stats),
+            tuple(
+                PromptLogprobs(i, start, tuple((t, lp, tuple((a, b) for a, b in top)) for t, lp, top in entries))
+                for i, start, entries in prompts
+            ),
         )
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"not a step result: {error}") from error

@@ -47,7 +47,9 @@ def test_runtime_can_be_imported_without_torch() -> None:
 
 @pytest.mark.slow
 def test_everything_can_be_imported_without_the_optional_libraries() -> None:
-    optional = "ray,transformers,accelerate,gguf,fastapi,uvicorn,triton"
+    optional = (
+        "ray,transformers,accelerate,gguf,fastapi,uvicorn,starlette,prometheus_client,llguidance,matplotlib,triton"
+    )
     done = run_python(IMPORT_EVERYTHING, optional, *FOLDERS)
     assert done.returncode == 0, done.stderr
 

@@ -34,7 +34,7 @@ class RequestState:
         self.token_ids = np.zeros(max_model_len + 1, dtype=np.int64)
         self.num_tokens = len(new.token_ids)
         self.token_ids[: self.num_tokens] = new.token_ids
-        self.num_computed = 0
+        self.num_computed = new.num_computed
         self.block_ids = np.zeros(max_blocks, dtype=np.int32)
         self.num_blocks = 0
 

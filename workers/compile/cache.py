@@ -10,6 +10,7 @@ What goes into an entry and its key is ``pieces.py``'s, ``plan.py``'s and ``keys
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import logging
@@ -31,6 +32,7 @@ log = logging.getLogger("lockstep")
 MANIFEST = "manifest"
 FORMAT = 1
 _DIGEST_BYTES = 16
+_INSTALL_ATTEMPTS = 100
 _STALE_SECONDS = 3600.0
 """How old a leftover has to be to be removed, if this host has no such process. Another host that shares the directory
 may have it, but then it works on the folder now."""
@@ -90,8 +92,7 @@ class Store:
             for name, content in files.items():
                 Path(made, name).write_bytes(content)
             Path(made, MANIFEST).write_bytes(_manifest(key, files))
-            self._put_aside(folder)
-            os.rename(made, folder)
+            self._install(made, folder)
         except OSError as error:
             self._cannot_write(error)
             return None
@@ -161,12 +162,25 @@ class Store:
                 if not alive and time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(path)
 
+    def _install(self, made: str, folder: Path) -> None:
+        """Give a finished folder its name. Others may be doing the same for the same key: the last one stays."""
+        for attempt in range(_INSTALL_ATTEMPTS):
+            self._put_aside(folder)
+            try:
+                os.rename(made, folder)
+                return
+            except OSError as error:
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # Between the two lines, by another process.
+                if not taken or attempt + 1 == _INSTALL_ATTEMPTS:
+                    raise
+
     def _put_aside(self, folder: Path) -> None:
         """Make room for a new entry. What is in the way may be in use by a running process: renamed, it stays whole."""
         if not os.path.lexists(folder):
             return
         aside = tempfile.mkdtemp(prefix=f".old-{os.getpid()}-", dir=folder.parent)
-        os.rename(folder, Path(aside, "entry"))
+        with contextlib.suppress(FileNotFoundError):  # Another process that saves the same was faster.
+            os.rename(folder, Path(aside, "entry"))
         shutil.rmtree(aside, ignore_errors=True)
 
     def _cannot_write(self, error: OSError) -> None:

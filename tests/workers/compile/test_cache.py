@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -180,3 +181,16 @@ def test_scratch_is_gone_afterwards_or_kept_and_later_swept(store: Store) -> Non
     young.mkdir()
     with store.scratch():
         assert young.exists()
+
+
+def test_two_that_save_the_same_at_once_both_succeed(store: Store) -> None:
+    others = [Store(str(store.root)) for _ in range(4)]
+    with ThreadPoolExecutor(len(others)) as pool:
+        for _ in range(50):
+            entries = list(pool.map(lambda one: one.save("key", {"a": b"content"}), others))
+            assert None not in entries
+            found = store.load("key")
+            assert found is not None
+            assert found.files == {"a": b"content"}
+    assert [one.warnings for one in (store, *others)] == [[]] * 5
+    assert leftovers(store) == []

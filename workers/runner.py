@@ -7,7 +7,7 @@ It knows no channel and no verb (``worker.py``); how attention reads its metadat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from runtime.checkpoint import inspect_checkpoint
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError
 from runtime.model_config import ModelConfig
-from runtime.protocol import SampledToken, StepPlan, StepResult
+from runtime.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
 from workers.attention.base import AttentionMetadata
 from workers.batch import Batch, BatchBuffers
 from workers.compile.levels import CompileMode, CompileSettings, missing_for_compiling, resolve_level
@@ -31,9 +31,10 @@ from workers.graphs.inputs import Forward, StaticInputs
 from workers.graphs.modes import GraphMode, supported_mode
 from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
+from workers.logprobs import PromptScorer, PromptSpan, is_finite
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
-from workers.sampler import Sampler
+from workers.sampler import BROKEN_TEXT, Sampler
 from workers.weights import LoadReport, load_weights
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ModelRunner:
         self.kv_caches: dict[str, torch.Tensor] = {}
         self.buffers: BatchBuffers
         self.sampler: Sampler
+        self.prompt_scorer: PromptScorer
         self.graphs: GraphRunner
         self.forward: Forward
         self.graph_mode = GraphMode.NONE
@@ -160,7 +162,9 @@ class ModelRunner:
             self.model_config.vocab_size,
             self.device,
             eos_token_ids=self.model_config.eos_token_ids,
+            checkpoint=self.config.model,
         )
+        self.prompt_scorer = PromptScorer(self.group, self.model.vocab_shard, self.model_config.vocab_size)
         self.use(self.model, CompileSettings(0, CompileMode.NONE, "NONE", ()))
 
     # ---- compile and capture
@@ -268,15 +272,18 @@ class ModelRunner:
         """Run one step on this rank, at the same time as every other rank runs it.
 
         Returns:
-            the sampled tokens on rank 0; an empty result on the others.
+            the sampled tokens and what is known of prompts on rank 0; an empty result on the others.
         """
         started = time.perf_counter()
         self.group.set_epoch(plan.step_id)  # A rank that is in another step is found by its first collective.
         for req_id in plan.dropped:
             self.sampler.drop(req_id)
+            self.prompt_scorer.drop(req_id)
         for new in plan.new:
             self.sampler.add(new)
+            self.prompt_scorer.add(new)
         self.buffers.apply(plan)
+        spans = self.prompt_scorer.spans(plan, self.buffers.requests)
         lengths = uniform_query_len(request.num_tokens for request in plan.scheduled)
         choice = self.graphs.choose(plan.num_tokens, len(plan.scheduled), lengths)
         padded_reqs = choice.size if choice.mode is GraphMode.FULL else 0
@@ -286,7 +293,8 @@ class ModelRunner:
         hidden = self.graphs.run(choice, batch.metadata)
         tokens: list[SampledToken] | None = []
         computed = time.perf_counter()
-        # Whether rows are sampled follows from the plan alone, so every rank enters the same collectives.
+        # Which rows are scored and sampled follows from the plan alone, so every rank enters the same collectives.
+        prompts = self._score_prompts(hidden, spans) if spans else []
         if batch.sample_req_ids:
             tokens = self._sample(hidden, batch, plan.step_id)
         elif self.device.type == "cuda":
@@ -294,10 +302,17 @@ class ModelRunner:
             torch.cuda.current_stream().synchronize()
         ended = time.perf_counter()
         stats = {"prepare": prepared - started, "forward": computed - prepared, "sample": ended - computed}
-        return StepResult(plan.step_id, tuple(tokens or ()), stats)
+        return StepResult(plan.step_id, tuple(tokens or ()), stats, tuple(prompts))
 
     def _context(self, metadata: AttentionMetadata) -> ForwardContext:
         return ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
+
+    def _score_prompts(self, hidden: torch.Tensor, spans: Sequence[PromptSpan]) -> list[PromptLogprobs]:
+        reports = self.prompt_scorer.score(hidden, spans, self.model.compute_logits)
+        for report in reports:
+            if not is_finite(report):
+                self.sampler.fail(report.req_id, BROKEN_TEXT)
+        return [report for report in reports if is_finite(report)]
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:
         logits = self.model.compute_logits(hidden.index_select(0, batch.sample_rows))

@@ -5,14 +5,12 @@ offers its best (value, token) pair and every rank takes the best offer. All oth
 samples and tells the others. Which of the two a row takes follows from its request's parameters alone, never from
 data, so all ranks enter the same collectives.
 
-Noise is a pure function of (seed of the request, index of the output token, token id), computed by a hash and not by
-a generator with a state: batch company, preemption, replay and the kind of device leave it alone. Adding Gumbel noise
-to log-probabilities and taking the largest is a draw from the distribution.
+On rank 0 a row goes through, in this order: biases, penalties, no end before ``min_tokens``, what a grammar allows
+(``structured.py``); then a token is drawn (``drawing.py``). Reported log-probabilities are of the row as it came.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +20,12 @@ from torch.nn import functional
 from parallel.group import TensorParallelGroup
 from parallel.shard import Shard
 from runtime.config import SamplingParams
+from runtime.errors import RequestError
 from runtime.protocol import NewRequest, SampledToken
-
-BROKEN = -1
-"""Stands for the token of a row whose logits are not finite, where a list of ids has no other way to say it."""
+from workers.drawing import BROKEN, choose_tokens, rows_of
+from workers.logprobs import Pairs, logprobs_of
+from workers.noise import noise_key
+from workers.structured import Follower, Grammars
 
 BROKEN_TEXT = (
     "the model gave logits that are not finite (NaN or infinity) for this request; other requests are not affected. "
@@ -35,47 +35,57 @@ BROKEN_TEXT = (
 MAX_GATHERED = 2**25
 """Logits gathered at once; more rows go in several rounds, so that memory stays bounded."""
 
-NUCLEUS_WIDTH = 1024
-"""Candidates looked at first for a top-p without top-k. Only where they do not suffice is the whole row sorted."""
-
-BLOCK = 64
-"""Neighbouring tokens that are drawn from together first, where all are candidates."""
-
-TIES = 32
-"""Candidates looked at beyond top-k, to see that none of the same value is left out."""
+_BYTES = torch.arange(256).unsqueeze(-1) >> torch.arange(8)
+_CHANGES = torch.zeros(256, 8).masked_fill_(_BYTES & 1 == 0, float("-inf"))
+"""For each byte of a mask, what is added to the logits of its eight tokens."""
 
 
 @dataclass(slots=True)
 class _State:
-    """What sampling has to know of one request.
+    """What sampling has to know of one request. All but the first two are rank 0's alone, or None if not needed.
 
     Attributes:
         num_output: output tokens so far: the index of the next one.
-        barred: ids that may not be sampled before ``min_tokens``, int64; None if there are none.
-        seen: whether a token is in prompt or output, bool [V]; None without penalties, and on all ranks but 0.
-        counts: how often it is in the output, float32 [V]; None likewise.
+        barred: ids that may not be sampled before ``min_tokens``, int64.
+        biased: ids that have a bias, int64, and the biases, float32.
+        seen: whether a token is in prompt or output, bool [V].
+        counts: how often it is in the output, float32 [V].
+        output: the output so far, for a grammar that is not followed yet.
+        follower: where in its grammar the output is.
+        failure: why the request cannot go on.
     """
 
     params: SamplingParams
     num_output: int
     barred: torch.Tensor | None = None
+    biased: tuple[torch.Tensor, torch.Tensor] | None = None
     seen: torch.Tensor | None = None
     counts: torch.Tensor | None = None
+    output: tuple[int, ...] = ()
+    follower: Follower | None = None
+    failure: str = ""
 
     @property
     def plain(self) -> bool:
         """Whether only the likeliest token is wanted, and nothing else about the row."""
         params = self.params
-        return params.greedy and params.logprobs is None and not params.penalized and params.min_tokens == 0
+        return (
+            params.greedy
+            and params.logprobs is None
+            and not params.penalized
+            and params.min_tokens == 0
+            and not params.logit_bias
+            and params.structured_outputs is None
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Rank 0's choice for one gathered row."""
+    """Rank 0's choice for one row."""
 
     token_id: int
     logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    top: Pairs = ()
 
 
 class Sampler:
@@ -86,7 +96,9 @@ class Sampler:
         vocab_shard: this rank's part of the vocabulary.
         vocab_size: of the whole.
         device: where the logits are.
-        eos_token_ids: tokens that ``min_tokens`` keeps from being sampled, besides a request's own stop tokens.
+        eos_token_ids: tokens that ``min_tokens`` keeps from being sampled, besides a request's own stop tokens, and
+            that end what matches a grammar.
+        checkpoint: folder of the tokenizer, which only requests with a grammar need.
 
     Raises:
         ValueError: the ranks' shards are not neighbours that make up the vocabulary.
@@ -100,12 +112,14 @@ class Sampler:
         device: torch.device,
         *,
         eos_token_ids: Sequence[int] = (),
+        checkpoint: str = "",
     ) -> None:
         self._group = group
         self._shard = vocab_shard
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars = Grammars(checkpoint, eos_token_ids, vocab_size)
         self._states: dict[int, _State] = {}
         own = torch.tensor([vocab_shard.start, vocab_shard.size], device=device)
         self._shards = [Shard(start, size) for start, size in group.all_gather(own).tolist()]
@@ -118,19 +132,30 @@ class Sampler:
         params = request.sampling
         output = request.token_ids[request.num_prompt_tokens :]
         state = _State(params, len(output))
+        self._states[request.req_id] = state
+        if self._group.rank != 0:
+            return
         barred = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
         if params.min_tokens and barred:
             state.barred = torch.tensor(sorted(barred), device=self._device)
-        if params.penalized and self._group.rank == 0:
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            state.biased = torch.tensor(ids, device=self._device), self._floats(biases)
+        if params.penalized:
             state.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
             state.seen[torch.tensor(request.token_ids, device=self._device)] = True
             ids = torch.tensor(output, dtype=torch.int64, device=self._device)
             state.counts = torch.bincount(ids, minlength=self._vocab_size).float()
-        self._states[request.req_id] = state
+        if params.structured_outputs is not None:
+            state.output = output
 
     def drop(self, req_id: int) -> None:
         """Forget a request."""
         self._states.pop(req_id, None)
+
+    def fail(self, req_id: int, text: str) -> None:
+        """On rank 0: report this error instead of the request's next token. The other ranks need not know."""
+        self._states[req_id].failure = text
 
     def sample(self, local_logits: torch.Tensor, req_ids: Sequence[int]) -> tuple[list[int], list[SampledToken] | None]:
         """Choose the next token of each request, and count it to its output.
@@ -141,7 +166,7 @@ class Sampler:
 
         Returns:
             the n token ids, on every rank; and what rank 0 reports of them, None on the others. A row that is not
-            finite gives token 0 and an error.
+            finite, or whose grammar cannot be followed, gives token 0 and an error.
         """
         if local_logits.shape != (len(req_ids), self._shard.size):
             raise ValueError(
@@ -153,23 +178,22 @@ class Sampler:
         plain = [row for row, state in enumerate(states) if state.plain]
         others = [row for row, state in enumerate(states) if not state.plain]
         if plain:
-            for row, token_id in zip(plain, self._best(_rows(local_logits, plain)), strict=True):
+            for row, token_id in zip(plain, self._best(rows_of(local_logits, plain)), strict=True):
                 drawn[row] = _Drawn(token_id)
+        self._grammars.begin_step()
         at_once = max(1, MAX_GATHERED // self._vocab_size)
         for first in range(0, len(others), at_once):
             rows = others[first : first + at_once]
-            chosen = self._draw_on_rank_0(_rows(local_logits, rows), [states[row] for row in rows])
+            chosen = self._draw_on_rank_0(rows_of(local_logits, rows), [states[row] for row in rows])
             for row, draw in zip(rows, chosen, strict=True):
                 drawn[row] = draw
+        for state, draw in zip(states, drawn, strict=True):
+            _count(state, draw.token_id)
         token_ids = [max(draw.token_id, 0) for draw in drawn]
-        for state, token_id in zip(states, token_ids, strict=True):
-            _count(state, token_id)
         if self._group.rank != 0:
             return token_ids, None
-        return token_ids, [
-            SampledToken(req_id, max(d.token_id, 0), d.logprob, d.top, BROKEN_TEXT if d.token_id == BROKEN else "")
-            for req_id, d in zip(req_ids, drawn, strict=True)
-        ]
+        reports = zip(req_ids, drawn, states, strict=True)
+        return token_ids, [_report(req_id, draw, state) for req_id, draw, state in reports]
 
     def _best(self, local_logits: torch.Tensor) -> list[int]:
         """The likeliest token of each row, the lowest of equals, on every rank; BROKEN for rows that are not finite."""
@@ -183,171 +207,69 @@ class Sampler:
 
     def _draw_on_rank_0(self, local_logits: torch.Tensor, states: Sequence[_State]) -> list[_Drawn]:
         """Gather the rows on rank 0 and sample there. The other ranks learn the tokens only."""
+        # Before the rows: a GPU computes them meanwhile.
+        masks = self._masks(states) if self._group.rank == 0 else None
         logits = self._gather(local_logits)
         token_ids = torch.empty(len(states), dtype=torch.int64, device=self._device)
         details: dict[int, _Drawn] = {}
         if logits is not None:
             wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-            logprobs = _rows(logits, wanted).log_softmax(dim=-1) if wanted else None
-            token_ids = self._choose(logits, states)
-            if logprobs is not None:
-                details = _details(logprobs, _rows(token_ids, wanted), wanted, states)
+            raw = logits[wanted]  # A copy.
+            for row, state in enumerate(states):
+                _adjust(logits[row], state)
+            if masks is not None:
+                _apply_masks(logits, *masks)
+            keys = [noise_key(state.params.seed or 0, state.num_output) for state in states]
+            token_ids = choose_tokens(logits, [state.params for state in states], keys)
+            if wanted:
+                details = _details(raw, token_ids, wanted, states)
         told = self._group.broadcast(token_ids).tolist()
         return [details.get(row, _Drawn(token_id)) for row, token_id in enumerate(told)]
 
     def _gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
         """Whole rows in float32 [n, V] on rank 0, its own to change; None on the others."""
-        widest = max(shard.size for shard in self._shards)
-        padding = widest - self._shard.size
-        gathered = self._group.gather(functional.pad(local_logits, (0, padding), value=float("-inf")))
+        if self._group.size == 1:
+            return local_logits.to(torch.float32, copy=True)
+        padding = max(shard.size for shard in self._shards) - self._shard.size
+        if padding:
+            local_logits = functional.pad(local_logits, (0, padding), value=float("-inf"))
+        gathered = self._group.gather(local_logits)
         if gathered is None:
             return None
         parts = [part[:, : shard.size] for part, shard in zip(gathered, self._shards, strict=True)]
         return torch.cat(parts, dim=-1).float()
 
-    def _choose(self, logits: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """Token ids, int64 [n], of whole rows [n, V], which are changed; BROKEN for rows that are not finite."""
+    def _masks(self, states: Sequence[_State]) -> tuple[list[int], torch.Tensor] | None:
+        """The rows that follow a grammar, and what each allows: uint8 [rows, V / 8], a bit for each token.
+
+        A request that cannot go on fails, and is not among them.
+        """
+        rows: list[int] = []
+        masks: list[torch.Tensor] = []
         for row, state in enumerate(states):
-            _penalize(logits[row], state)
-        largest = logits.amax(dim=-1, keepdim=True)  # Carries a NaN along, too.
-        token_ids = torch.empty(len(states), dtype=torch.int64, device=self._device)
-        greedy = [row for row, state in enumerate(states) if state.params.greedy]
-        random = [row for row, state in enumerate(states) if not state.params.greedy]
-        if greedy:
-            token_ids[greedy] = _rows(logits, greedy).argmax(dim=-1)
-        if random:
-            # The likeliest token becomes 0 first, so that a tiny temperature overflows nothing but the others.
-            scaled = _rows(logits, random).sub_(_rows(largest, random))
-            scaled.div_(self._column([states[row].params.temperature for row in random]))
-            token_ids[random] = self._draw(scaled, [states[row] for row in random])
-        return torch.where(largest.squeeze(-1).isfinite(), token_ids, BROKEN)
+            outputs = state.params.structured_outputs
+            if outputs is None or state.failure:
+                continue
+            try:
+                if state.follower is None:
+                    state.follower = self._grammars.follow(outputs, state.output)
+                    state.output = ()
+                masks.append(torch.from_numpy(state.follower.allowed()))
+                rows.append(row)
+            except RequestError as error:
+                state.failure = str(error)
+        return (rows, torch.stack(masks).to(self._device)) if rows else None
 
-    def _draw(self, scaled: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """Sampled token ids, int64 [n], of rows [n, V] of log-weights whose largest is 0."""
-        token_ids = torch.empty(len(states), dtype=torch.int64, device=self._device)
-        whole = [row for row, state in enumerate(states) if not _is_cut(state.params)]
-        if whole:
-            chosen = [states[row] for row in whole]
-            token_ids[whole] = self._pick_from_all(self._cut_min_p(_rows(scaled, whole), chosen), chosen)
-        cut = [row for row, state in enumerate(states) if _is_cut(state.params)]
-        width = TIES + max((states[row].params.top_k or NUCLEUS_WIDTH for row in cut), default=0)
-        while cut:
-            cut = self._draw_cut(scaled, cut, states, min(width, self._vocab_size), token_ids)
-            width *= 8
-        return token_ids
-
-    def _draw_cut(
-        self, scaled: torch.Tensor, rows: list[int], states: Sequence[_State], width: int, token_ids: torch.Tensor
-    ) -> list[int]:
-        """Draw rows that have a top-k or top-p among their ``width`` likeliest tokens, into ``token_ids``.
-
-        Returns:
-            the rows for which ``width`` was not certainly enough.
-        """
-        chosen = [states[row] for row in rows]
-        logits = _rows(scaled, rows)
-        values, ids = logits.topk(width, dim=-1)
-        threshold = self._threshold(values, logits.logsumexp(dim=-1, keepdim=True), chosen)
-        # Cutting by value, not by place, keeps all of several equals: their order among themselves is chance.
-        kept = values.masked_fill(values < threshold, float("-inf"))
-        token_ids[rows] = self._pick(self._cut_min_p(kept, chosen), ids.to(torch.int32), chosen)
-        if width == self._vocab_size:
-            return []
-        sure = (values[:, -1:] < threshold).squeeze(-1).tolist()
-        return [row for row, enough in zip(rows, sure, strict=True) if not enough]
-
-    def _threshold(self, values: torch.Tensor, total: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """The smallest value [n, 1] that top-k and then top-p leave of rows sorted downwards [n, width].
-
-        Args:
-            values: scaled logits, the likeliest first.
-            total: logsumexp of the whole rows [n, 1].
-            states: of the n rows.
-        """
-        width = values.shape[-1]
-        top_k = torch.tensor([[s.params.top_k or self._vocab_size] for s in states], device=self._device)
-        kth = values.gather(-1, top_k.clamp(max=width) - 1).masked_fill(top_k > width, float("-inf"))
-        kept = values.masked_fill(values < kth, float("-inf"))
-        # Top-p counts among what top-k has left; without top-k that is the whole row.
-        total = torch.where(top_k > width, total, kept.logsumexp(dim=-1, keepdim=True))
-        shares = (kept - total).exp()
-        before = shares.cumsum(dim=-1) - shares
-        top_p = self._column([state.params.top_p for state in states])
-        last = (before < top_p).sum(dim=-1, keepdim=True).clamp(min=1) - 1
-        nucleus = kept.gather(-1, last).masked_fill(top_p >= 1.0, float("-inf"))
-        return torch.maximum(kth, nucleus)
-
-    def _cut_min_p(self, values: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """The rows without tokens less likely than ``min_p`` times the likeliest, whose value is 0."""
-        if not any(state.params.min_p for state in states):
-            return values
-        return values.masked_fill(values < self._column([s.params.min_p for s in states]).log(), float("-inf"))
-
-    def _pick(self, values: torch.Tensor, ids: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """A draw from each row's distribution: int64 [n] of log-weights of candidates and their int32 ids, [n, m]."""
-        best = (values + gumbel_noise(self._noise_keys(states), ids)).argmax(dim=-1, keepdim=True)
-        return ids.gather(-1, best).squeeze(-1).long()
-
-    def _pick_from_all(self, values: torch.Tensor, states: Sequence[_State]) -> torch.Tensor:
-        """The same where all tokens are candidates: first a block of them, then one of the block.
-
-        It is the same distribution with noise for one number in 64, and noise is what takes the time.
-        """
-        weights = functional.pad(values, (0, -self._vocab_size % BLOCK), value=float("-inf")).exp_()
-        blocks = weights.view(len(states), -1, BLOCK)
-        numbers = torch.arange(blocks.shape[1], dtype=torch.int32, device=self._device).expand(len(states), -1)
-        # For the noise, blocks are numbered after the tokens, so that no block's is a token's.
-        after = self._vocab_size
-        block = self._pick(blocks.sum(dim=-1).log(), numbers + after, states).sub_(after).unsqueeze(-1)
-        ids = block * BLOCK + torch.arange(BLOCK, device=self._device)
-        return self._pick(weights.gather(-1, ids).log(), ids.to(torch.int32), states)
-
-    def _noise_keys(self, states: Sequence[_State]) -> torch.Tensor:
-        keys = [_noise_key(state.params.seed or 0, state.num_output) for state in states]
-        return torch.tensor(keys, dtype=torch.int32, device=self._device)
-
-    def _column(self, numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.float32, device=self._device).unsqueeze(-1)
+    def _floats(self, numbers: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.float32, device=self._device)
 
 
-def gumbel_noise(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float32 [n, m], a function of a row's key and a token's id.
-
-    Args:
-        keys: int32 [n, 2].
-        ids: int32 [n, m].
-    """
-    # A multiply-xorshift hash (the constants are Ellis's "lowbias32") of the id, keyed before and within. int32
-    # multiplication wraps; shifts are made logical by a mask. 31 bits make a uniform number whose smallest values,
-    # which decide who wins, are the finest.
-    mixed = ids * _int32(0x9E3779B1) + keys[:, :1]
-    mixed = _xor_shift(mixed, 16).mul_(_int32(0x7FEB352D)).bitwise_xor_(keys[:, 1:])
-    mixed = _xor_shift(mixed, 15).mul_(_int32(0x846CA68B))
-    mixed = _xor_shift(mixed, 16).bitwise_and_(0x7FFFFFFF)
-    uniform = mixed.float().add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    exponential = uniform.neg_().log1p_().neg_()
-    return exponential.log_().neg_()
-
-
-def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return (x >> bits).bitwise_and_((1 << (32 - bits)) - 1).bitwise_xor_(x)
-
-
-def _int32(bits: int) -> int:
-    """The signed number with these 32 bits."""
-    return bits - 2**32 if bits >= 2**31 else bits
-
-
-def _noise_key(seed: int, index: int) -> tuple[int, int]:
-    """Two 32-bit numbers for the noise of output token ``index`` of a request."""
-    data = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
-    bits = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
-    return _int32(bits & 0xFFFFFFFF), _int32(bits >> 32)
-
-
-def _penalize(logits: torch.Tensor, state: _State) -> None:
-    """Change one row [V] in place: penalties for tokens that were there, and no end before ``min_tokens``."""
+def _adjust(logits: torch.Tensor, state: _State) -> None:
+    """Change one row [V] in place: biases, penalties for tokens that were there, no end before ``min_tokens``."""
     params = state.params
+    if state.biased is not None:
+        ids, biases = state.biased
+        logits.index_add_(0, ids, biases)
     if state.seen is not None and state.counts is not None:
         if params.repetition_penalty != 1.0:
             less = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
@@ -358,41 +280,51 @@ def _penalize(logits: torch.Tensor, state: _State) -> None:
         logits[state.barred] = float("-inf")
 
 
+def _apply_masks(logits: torch.Tensor, rows: list[int], masks: torch.Tensor) -> None:
+    """In some rows of ``logits`` [n, V], in place, leave only what their masks, uint8 [rows, V / 8], allow."""
+    # Adding is much quicker than filling by a mask, and leaves what is not finite so: such a row is found broken.
+    changes = functional.embedding(masks.to(torch.int32), _CHANGES.to(masks.device))
+    for row, change in zip(rows, changes.view(len(rows), -1), strict=True):
+        logits[row] += change[: logits.shape[-1]]
+
+
 def _count(state: _State, token_id: int) -> None:
-    """Count a sampled token to the request's output."""
+    """Count a sampled token, or BROKEN, to the request's output."""
+    if state.follower is not None and not state.failure and token_id != BROKEN:
+        try:
+            state.follower.accept(token_id)
+        except RequestError as error:
+            state.failure = str(error)
     state.num_output += 1
     if state.seen is not None and state.counts is not None:
-        state.seen[token_id] = True
-        state.counts[token_id] += 1
+        state.seen[max(token_id, 0)] = True
+        state.counts[max(token_id, 0)] += 1
+
+
+def _report(req_id: int, draw: _Drawn, state: _State) -> SampledToken:
+    """What the driver hears of a row."""
+    error = state.failure or (BROKEN_TEXT if draw.token_id == BROKEN else "")
+    if error:
+        return SampledToken(req_id, 0, error=error)
+    return SampledToken(req_id, draw.token_id, draw.logprob, draw.top)
 
 
 def _details(
-    logprobs: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int], states: Sequence[_State]
+    raw: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int], states: Sequence[_State]
 ) -> dict[int, _Drawn]:
     """What is reported of the rows that want logprobs, unless they are broken.
 
     Args:
-        logprobs: [len(rows), V], of the raw logits.
-        token_ids: int64 [len(rows)], the tokens that were chosen.
-        rows: their places among ``states``.
+        raw: [len(rows), V], their logits as they came.
+        token_ids: int64 [n], the tokens that were chosen for all rows.
+        rows: places among ``states``, at least one.
         states: of all rows.
     """
-    own = logprobs.gather(-1, token_ids.clamp(min=0).unsqueeze(-1)).squeeze(-1).tolist()
+    chosen = token_ids[rows]
     most = max(states[row].params.logprobs or 0 for row in rows)
-    values, ids = (found.tolist() for found in logprobs.topk(min(most, logprobs.shape[-1]), dim=-1))
-    details: dict[int, _Drawn] = {}
-    for at, (row, token_id) in enumerate(zip(rows, token_ids.tolist(), strict=True)):
-        if token_id != BROKEN:
-            top = tuple(zip(ids[at], values[at], strict=True))
-            details[row] = _Drawn(token_id, own[at], top[: states[row].params.logprobs])
-    return details
-
-
-def _is_cut(params: SamplingParams) -> bool:
-    """Whether the candidates are the likeliest ones only, so that they have to be found first."""
-    return params.top_k > 0 or params.top_p < 1.0
-
-
-def _rows(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Some rows of ``x``; ``x`` itself if it is all of them, in order."""
-    return x if len(rows) == x.shape[0] else x[torch.tensor(rows, device=x.device)]
+    found = logprobs_of(raw, chosen, most)
+    return {
+        row: _Drawn(token_id, logprob, top[: states[row].params.logprobs])
+        for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True)
+        if token_id != BROKEN
+    }

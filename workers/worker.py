@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ from runtime.config import EngineConfig
 from runtime.errors import ProtocolError
 from runtime.model_config import ModelConfig
 from runtime.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
+from workers import native_sampling
 from workers.attention import native_cpu as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
@@ -79,6 +81,7 @@ class Worker:
         self._runner: ModelRunner
         self._compiled: Compiled | None = None
         self._pieces = 0
+        self._idle_since: float | None = None  # When a step was answered, until the next message.
         self._verbs: dict[str, Callable[..., Any]] = {
             "device": self.take_device,
             "open_rendezvous": self.open_rendezvous,
@@ -109,13 +112,17 @@ class Worker:
     def _answer(self, frame: bytes) -> bool:
         """Carry out one message and send its answer; False after ``shutdown``."""
         number: Any = -1
+        waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
+        is_step = False
         try:
             if self._faults is not None:
                 frame = self._faults.on_message(frame)
             message = unpack(frame)
             number = message[1] if len(message) > 1 else -1
-            if message[0] == "step":
-                value = pack_tokens(self._execute(unpack_plan(message)))
+            is_step = message[0] == "step"
+            if is_step:
+                result = self._execute(unpack_plan(message))
+                value = pack_tokens(replace(result, stats=result.stats | {"wait": waited}))
             elif message[0] == "call" and len(message) == 4:
                 if message[2] == "shutdown":
                     self._channel.send(pack(["ok", number, "", None]))
@@ -129,6 +136,7 @@ class Worker:
             log.debug("%s failed", number, exc_info=True)
             answer = pack(["error", number, kind, str(error), traceback.format_exc()])
         self._channel.send(answer)
+        self._idle_since = time.perf_counter() if is_step else None
         return True
 
     def _call(self, verb: str, arguments: dict[str, Any]) -> Any:
@@ -156,7 +164,7 @@ class Worker:
             return {"device": torch.cuda.get_device_name(self._device)}
         torch.set_num_threads(self.info.threads)
         # Before a model is built or traced: what it does depends on which kernels there are.
-        for kernels in (cpu_linear, native_attention, native_ops):
+        for kernels in (cpu_linear, native_attention, native_ops, native_sampling):
             kernels.use_native(self._library_dir)
         return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from parallel.shard import Shard, split
 from runtime.config import SamplingParams
 from runtime.protocol import NewRequest, SampledToken
 from tests.dist.ranks import run_ranks
+from workers import native_sampling
 from workers import sampler as sampler_module
-from workers.sampler import Sampler, gumbel_noise
+from workers.drawing import NUCLEUS_WIDTH
+from workers.noise import gumbel_noise
+from workers.sampler import Sampler
 
 CPU = torch.device("cpu")
 EOS = 2
@@ -70,6 +74,8 @@ def expected_probabilities(logits: torch.Tensor, prompt: tuple[int, ...], params
     from transformers import generation
 
     processors: list[Any] = []
+    if params.logit_bias:
+        processors.append(generation.SequenceBiasLogitsProcessor([[[t], bias] for t, bias in params.logit_bias]))
     if params.repetition_penalty != 1.0:
         processors.append(generation.RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     processors.append(generation.TemperatureLogitsWarper(params.temperature))
@@ -95,6 +101,8 @@ DISTRIBUTIONS: list[dict[str, Any]] = [
     {"min_p": 0.1},
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.6, "temperature": 1.5},
+    {"logit_bias": {0: 2.5, 3: -100, 149: 4.0}},
+    {"logit_bias": {4: 3.0, 9: -1.0}, "repetition_penalty": 1.7, "temperature": 1.3, "top_p": 0.9},
     {"temperature": 1.8, "top_k": 12, "top_p": 0.8},
     {"temperature": 1.8, "top_p": 0.8, "min_p": 0.15},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2},
@@ -141,7 +149,7 @@ def test_flat_rows_are_cut_where_transformers_cuts(params: dict[str, Any]) -> No
     for row in range(400):
         sampler.add(request(row, **params))
     token_ids, _ = sampler.sample(logits.expand(400, -1), list(range(400)))
-    assert (expected > 0).sum() > sampler_module.NUCLEUS_WIDTH
+    assert (expected > 0).sum() > NUCLEUS_WIDTH
     # The border of a nucleus of thousands may lie one token further, by rounding.
     assert expected[token_ids].count_nonzero() >= 399
     assert len(set(token_ids)) > 300
@@ -234,6 +242,31 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
     assert [token.logprob is None for token in tokens] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bias_can_force_a_token_and_bar_another(temperature: float) -> None:
+    logits = torch.zeros(50)
+    logits[6] = 20.0
+    for bias, expected in (({41: 100}, {41}), ({6: -100}, set(range(50)) - {6}), ({6: -19.0, 8: 2.0}, set(range(50)))):
+        tokens = {sample_one(logits, temperature=temperature, logit_bias=bias, seed=i).token_id for i in range(20)}
+        assert tokens <= expected
+    token = sample_one(logits, temperature=temperature, logit_bias={41: 100}, logprobs=1)
+    expected_logprobs = logits.log_softmax(dim=-1)
+    assert token.logprob == pytest.approx(float(expected_logprobs[41]))  # Of the row as it came.
+    assert token.top_logprobs == ((6, pytest.approx(float(expected_logprobs[6]))),)
+
+
+def test_what_was_said_to_have_failed_is_reported_for_that_request_only() -> None:
+    sampler = make_sampler(20)
+    for req_id, params in enumerate(({"temperature": 0.0}, {"logprobs": 1}, {})):
+        sampler.add(request(req_id, **params))
+    for req_id in (0, 1):
+        sampler.fail(req_id, "no good")
+    _, tokens = sampler.sample(logits_of(3, 20), [0, 1, 2])
+    assert tokens is not None, "rank 0 reports tokens"
+    assert [token.error for token in tokens] == ["no good", "no good", ""]
+    assert tokens[1].logprob is None
+
+
 # ---- company, order, replay
 
 MIXED: list[dict[str, Any]] = [
@@ -243,13 +276,16 @@ MIXED: list[dict[str, Any]] = [
     {"temperature": 1.3, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 1.0, "min_p": 0.2, "presence_penalty": 0.5},
-    {"temperature": 0.0, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "repetition_penalty": 1.4, "logit_bias": {7: 3.0, 40: -2.0}},
     {"temperature": 0.9, "top_k": 700, "min_tokens": 4},
 ]
 
 
-def test_company_does_not_matter() -> None:
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "native"])
+def test_company_does_not_matter(kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 rounded to halves, so that equal values at the border of top-k are everywhere."""
+    monkeypatch.setattr(native_sampling._Native, "library", None)
+    assert not kernel or native_sampling.use_native(str(tmp_path))
     vocab_size, steps = 997, 5
     logits = [(logits_of(8, vocab_size, step) * 2).round().div(2).bfloat16() for step in range(steps)]
     together = make_sampler(vocab_size)

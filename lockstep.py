@@ -1,6 +1,7 @@
 """Lockstep's public API: what these names promise is kept; everything else may move.
 
-``LLM`` and ``RequestOutput`` load what stands behind them on first use, so importing this module costs little.
+``LLM``, ``AsyncLLM`` and ``RequestOutput`` load what stands behind them on first use, so importing this module costs
+little.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EngineConfig, SamplingParams
+from runtime.config import EngineConfig, SamplingParams, StructuredOutputs
 from runtime.errors import (
     CheckpointError,
     ConfigError,
@@ -18,6 +19,7 @@ from runtime.errors import (
     LockstepError,
     LockstepGuardError,
     ProtocolError,
+    QueueFullError,
     RankDiedError,
     RankError,
     RankRaisedError,
@@ -27,11 +29,12 @@ from runtime.errors import (
 )
 
 if TYPE_CHECKING:
-    from launch.llm import LLM
+    from launch.llm import LLM, AsyncLLM
     from runtime.request import RequestOutput
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "ConfigError",
     "EngineClosedError",
@@ -41,6 +44,7 @@ __all__ = [
     "LockstepError",
     "LockstepGuardError",
     "ProtocolError",
+    "QueueFullError",
     "RankDiedError",
     "RankError",
     "RankRaisedError",
@@ -49,9 +53,10 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StartupError",
+    "StructuredOutputs",
 ]
 
-_LATE = {"LLM": "launch.llm", "RequestOutput": "runtime.request"}
+_LATE = {"LLM": "launch.llm", "AsyncLLM": "launch.llm", "RequestOutput": "runtime.request"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from launch.supervisor import RankHandle
+from launch.ranks import RankHandle
 from runtime.channel import Channel, ChannelClosedError, ChannelListener
 from runtime.errors import RankDiedError, RankTimeoutError
 

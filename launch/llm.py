@@ -1,4 +1,4 @@
-"""LLM: start a worker group, put the engine on it, generate, close both.
+"""LLM and AsyncLLM: start a worker group, put the engine on it, generate, close both.
 
 This is where a user's settings become a running group: the model folder is found and checked, "auto" is resolved, the
 cut is refused if it cannot be made, a launcher is chosen, all before any process is started. Scheduling is
@@ -7,22 +7,26 @@ cut is refused if it cannot be made, a launcher is chosen, all before any proces
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import dataclasses
 import importlib.util
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment, torchrun_ranks
 from launch.local import LocalLauncher
-from launch.progress import Bar, Progress
-from launch.supervisor import Launcher, StartupReport, Supervisor
+from launch.progress import Bar, Progress, Throughput
+from launch.ranks import Launcher
+from launch.startup import StartupReport
+from launch.supervisor import Supervisor
 from parallel.shard import ShardError, check_tp_size
+from runtime.async_engine import AsyncEngine
 from runtime.checkpoint import inspect_checkpoint
 from runtime.config import EngineConfig, SamplingParams, resolve
 from runtime.engine import Engine
@@ -38,17 +42,14 @@ Message = dict[str, Any]
 """One chat message: at least "role" and "content"."""
 
 
-class LLM:
-    """A model over tensor-parallel ranks, ready to generate.
+class _Model:
+    """What LLM and AsyncLLM have in common: the way from settings to a worker group, and its end.
 
-    Args:
-        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
-        progress: whether to report start-up stages on stderr.
-        settings: fields of :class:`~runtime.config.EngineConfig`.
-
-    Raises:
-        InputError: the settings or the checkpoint cannot be used; no process was started.
-        RankError: a rank failed while starting; everything it had started is gone.
+    Attributes:
+        config: resolved.
+        model_config: what the checkpoint says.
+        tokenizer: the checkpoint's own.
+        startup: what the start took and found.
     """
 
     def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
@@ -69,17 +70,74 @@ class LLM:
         self._supervisor = Supervisor(launcher, self.config, self.model_config, _StageLines(self._progress))
         self._closed = False
         # A forgotten close() still ends the group: when the object is collected, or at the latest at exit.
-        self._finalizer = weakref.finalize(self, _close_both, self._supervisor, self.tokenizer)
+        self._belongings = _Belongings(self._supervisor, self.tokenizer)
+        self._finalizer = weakref.finalize(self, self._belongings.close)
         atexit.register(self._finalizer)
         self.startup: StartupReport = self._supervisor.start()
-        self._engine = Engine(
-            self.config, self.model_config, self.tokenizer, self._supervisor, self.startup.num_kv_blocks
-        )
+
+    def _make_engine(self) -> Engine:
+        return Engine(self.config, self.model_config, self.tokenizer, self._supervisor, self.startup.num_kv_blocks)
 
     @property
     def rank_pids(self) -> list[int]:
         """Each rank's process id, on its own host."""
         return self._supervisor.rank_pids
+
+    def close(self) -> None:
+        """End every rank and everything they hold. May be called twice."""
+        self._closed = True
+        self._finalizer()
+        atexit.unregister(self._finalizer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError(f"this {type(self).__name__} was closed; make a new one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Belongings:
+    """What has to be closed at the end. It knows nothing of the LLM, which could never be collected otherwise."""
+
+    def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer) -> None:
+        self._pid = os.getpid()
+        self._supervisor = supervisor
+        self._tokenizer = tokenizer
+        self.async_engine: AsyncEngine | None = None
+
+    def close(self) -> None:
+        """End the engine's thread, the worker group and the tokenizer's helper process, in that order."""
+        if os.getpid() != self._pid:
+            return  # A forked child that exits: all of it is its parent's.
+        if self.async_engine is not None:
+            self.async_engine.close()
+        self._supervisor.close()
+        self._tokenizer.close()
+
+
+class LLM(_Model):
+    """A model over tensor-parallel ranks that continues lists of prompts.
+
+    Args:
+        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
+        progress: whether to report start-up stages on stderr.
+        settings: fields of :class:`~runtime.config.EngineConfig`.
+
+    Attributes:
+        engine: makes the steps; while :meth:`generate` runs, for that call alone.
+
+    Raises:
+        InputError: the settings or the checkpoint cannot be used; no process was started.
+        RankError: a rank failed while starting; everything it had started is gone.
+    """
+
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+        super().__init__(model, progress=progress, **settings)
+        self.engine = self._make_engine()
 
     def measure_step(self, repeats: int = 50) -> dict[str, float]:
         """For benchmarks on the CPU: rank 0's seconds of the last step's forward pass, and of the ops in it."""
@@ -101,10 +159,9 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters are invalid; nothing was generated.
-            RankError: the worker group failed; this LLM is dead.
+            RankError: the worker group failed more often than it may be restarted; this LLM is dead.
         """
-        if self._closed:
-            raise EngineClosedError("this LLM was closed; make a new one")
+        self._check_open()
         given: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(given)
@@ -142,7 +199,7 @@ class LLM:
             for index, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                    req_ids.append(self._engine.add_request(token_ids, how))
+                    req_ids.append(self.engine.add_request(token_ids, how))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from None
         except BaseException:
@@ -151,17 +208,21 @@ class LLM:
         return req_ids
 
     def _run(self, req_ids: Sequence[int], bar: Bar | None) -> dict[int, RequestOutput]:
+        engine, throughput = self.engine, Throughput()
         finished: dict[int, RequestOutput] = {}
         try:
             while len(finished) < len(req_ids):
-                outputs = self._engine.step()
-                if self._engine.failure is not None:
-                    raise self._engine.failure
-                for output in outputs:
-                    if output.finished:
-                        finished[output.req_id] = output
-                        if bar is not None:
-                            bar.advance()
+                outputs = engine.step()
+                if engine.failure is not None:
+                    raise engine.failure
+                finished.update((output.req_id, output) for output in outputs if output.finished)
+                if bar is not None:
+                    tokens = sum(s.num_tokens - s.old_tokens for output in outputs for s in output.outputs)
+                    ended = sum(output.finished for output in outputs)
+                    bar.advance(ended, text=throughput.add(tokens))
+            # A plan may be under way for requests that have ended. Nobody would watch its deadline from here on.
+            while engine.has_work and engine.failure is None:
+                engine.step()
         except BaseException:
             self._abort(req_ids)
             raise
@@ -169,25 +230,92 @@ class LLM:
 
     def _abort(self, req_ids: Sequence[int]) -> None:
         for req_id in req_ids:
-            self._engine.abort(req_id)
+            self.engine.abort(req_id)
 
-    def close(self) -> None:
-        """End every rank and everything they hold. May be called twice."""
-        self._closed = True
-        self._finalizer()
-        atexit.unregister(self._finalizer)
 
-    def __enter__(self) -> Self:
+class AsyncLLM(_Model):
+    """A model over tensor-parallel ranks for asyncio: requests come at any time, and their outputs as they grow.
+
+    Starting takes as long as for LLM and keeps an event loop waiting: do it before, or in a thread.
+
+    Args:
+        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
+        progress: whether to report start-up stages on stderr.
+        settings: fields of :class:`~runtime.config.EngineConfig`.
+
+    Attributes:
+        engine: what :meth:`generate` talks to; see :class:`~runtime.async_engine.AsyncEngine`.
+    """
+
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+        super().__init__(model, progress=progress, **settings)
+        self.engine = AsyncEngine(self._make_engine(), max_queued_requests=self.config.max_queued_requests)
+        self._belongings.async_engine = self.engine
+        self.engine.start()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt; yields an output whenever there is something new.
+
+        Args:
+            prompt: a text, or token ids of a ready-made prompt.
+            params: how to continue it; default :class:`SamplingParams`.
+            request_id: its name for :meth:`abort`; made up if None.
+            priority: lower goes first; of equals, the one that came first.
+            cache_salt: only requests with the same salt share the KV blocks of what they have in common.
+
+        Raises:
+            RequestError: it can never run; raised before anything is yielded, like the others.
+            QueueFullError: too many requests are waiting.
+            EngineError: the engine has ended.
+        """
+        self._check_open()
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
+        outputs = self.engine.generate(
+            token_ids, params, request_id=request_id, prompt=text, priority=priority, cache_salt=cache_salt
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation through the checkpoint's chat template; otherwise like :meth:`generate`."""
+        self._check_open()
+        text = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
+        # The template has written the special tokens already.
+        token_ids = await asyncio.to_thread(self.tokenizer.encode, text, False)
+        outputs = self.engine.generate(
+            token_ids, params, request_id=request_id, prompt=text, priority=priority, cache_salt=cache_salt
+        )
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str) -> bool:
+        """End a request, whose reader gets its last output with ``finish_reason`` "abort"; whether there was one."""
+        return await self.engine.abort(request_id)
+
+    async def __aenter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-def _close_both(supervisor: Supervisor, tokenizer: Tokenizer) -> None:
-    """End the worker group and the tokenizer's helper process; not a method, since it must not keep the LLM alive."""
-    supervisor.close()
-    tokenizer.close()
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)
 
 
 class _StageLines:

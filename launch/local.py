@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from launch.rank_process import Orders, host_identity, make_orders
-from launch.supervisor import StartedRank
+from launch.ranks import StartedRank
 from runtime.channel import Channel, channel_pair, wait_readable
 from runtime.config import EngineConfig
 from runtime.model_config import ModelConfig
@@ -24,7 +24,7 @@ SOURCE_ROOT = Path(__file__).resolve().parent.parent
 
 
 class RankProcess:
-    """A rank's process on this host, as its parent sees it. Implements ``supervisor.RankHandle``."""
+    """A rank's process on this host, as its parent sees it. Implements ``ranks.RankHandle``."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
@@ -88,9 +88,10 @@ def spawn_rank(orders: Orders) -> tuple[RankProcess, Channel]:
 
 
 class LocalLauncher:
-    """One spawned process per rank on this host. Implements ``supervisor.Launcher``; nothing listens anywhere."""
+    """One spawned process per rank on this host. Implements ``ranks.Launcher``; nothing listens anywhere."""
 
     name = "local"
+    no_restart = ""
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
         """Start every rank, in rank order; each will say hello on its channel."""
@@ -104,8 +105,13 @@ class LocalLauncher:
             for rank in started:
                 rank.handle.kill()
                 rank.handle.wait(5.0)
+                rank.channel.close()
+                rank.handle.close()
             raise
         return started
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Nothing beyond the ranks themselves."""
+
+    def close(self) -> None:
+        """Nothing here either."""

@@ -68,20 +68,20 @@ class Progress:
         """A bar from 0 to ``total`` (bytes, pieces, prompts), gone from a terminal when the block ends."""
         try:
             interval = TERMINAL_INTERVAL_S if self._console else PLAIN_INTERVAL_S
-            yield Bar(lambda done: self._draw(name, done, total), interval)
+            yield Bar(lambda done, text: self._draw(name, done, total, text), interval)
         finally:
             self._clear()
 
-    def _draw(self, name: str, done: int, total: int) -> None:
+    def _draw(self, name: str, done: int, total: int, text: str) -> None:
         percent = 100 * done // total if total else 100
         if not self._console:
-            self.say(f"  {name:<12} {percent:3d} %  ({done} of {total})")
+            self.say(f"  {name:<12} {percent:3d} %  ({done} of {total}){', ' if text else ''}{text}")
             return
         from rich.progress_bar import ProgressBar
 
         self._write(f"{_CLEAR_LINE}  {name:<12} ")
         self._console.print(ProgressBar(total=max(total, 1), completed=done, width=_BAR_WIDTH), end="")
-        self._write(f" {percent:3d} %")
+        self._write(f" {percent:3d} %{'  ' if text else ''}{text}")
 
     def _clear(self) -> None:
         """Remove an unfinished stage or bar from a terminal, before something else is written."""
@@ -97,22 +97,43 @@ class Progress:
 class Bar:
     """How far one thing has come, counted in whatever its total counts. Made by :meth:`Progress.bar`."""
 
-    def __init__(self, draw: Callable[[int], None], interval: float) -> None:
+    def __init__(self, draw: Callable[[int, str], None], interval: float) -> None:
         self._draw, self._interval = draw, interval
         self._done = 0
+        self._text = ""
         self._drawn = time.monotonic()
 
-    def update(self, done: int) -> None:
-        """``done`` of the total is done now. Cheap to call often: it draws only every ``interval`` seconds."""
+    def update(self, done: int, *, text: str | None = None) -> None:
+        """So much is done now. Cheap to call often: it draws only every ``interval`` seconds.
+
+        Args:
+            done: of the total.
+            text: shown beside the bar from now on, such as a rate; None leaves what was there.
+        """
         self._done = done
+        self._text = self._text if text is None else text
         now = time.monotonic()
         if now - self._drawn >= self._interval:
             self._drawn = now
-            self._draw(done)
+            self._draw(done, self._text)
 
-    def advance(self, count: int = 1) -> None:
-        """``count`` more are done."""
-        self.update(self._done + count)
+    def advance(self, count: int = 1, *, text: str | None = None) -> None:
+        """``count`` more are done; 0 only gives the bar a chance to show its text."""
+        self.update(self._done + count, text=text)
+
+
+class Throughput:
+    """Tokens per second since it was made, as words for a bar."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+        self._tokens = 0
+
+    def add(self, tokens: int) -> str:
+        """So many more tokens were made; gives the rate so far, all requests together."""
+        self._tokens += tokens
+        seconds = time.monotonic() - self._begun
+        return f"{self._tokens / seconds:.1f} tokens/s" if seconds > 0 else ""
 
 
 def _terminal(stream: TextIO) -> Console | None:

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from launch.accept import accept_ranks
 from launch.rank_actor import RankActor
 from launch.rank_process import host_identity, make_orders
-from launch.supervisor import StartedRank
+from launch.ranks import StartedRank
 from runtime.channel import ChannelListener
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError, EngineError
@@ -34,8 +36,12 @@ CPU_SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.01)
 """CPUs asked for per rank: the first share that the cluster can give to every rank."""
 
 
+RESERVE_SECONDS = 2.0
+"""How often to look whether the cluster has changed while it finds no room."""
+
+
 class RayRank:
-    """A rank that lives under a Ray actor. Implements ``supervisor.RankHandle``.
+    """A rank that lives under a Ray actor. Implements ``ranks.RankHandle``.
 
     A thread waits for the actor's ``run`` call, whose result is the rank's return code, and then makes
     :meth:`fileno` readable; Ray reports a killed actor within some 10 ms.
@@ -173,10 +179,20 @@ class _Placed:
     host_id: str
 
 
+def embedded_raylet() -> psutil.Process | None:
+    """The raylet that ``ray.init`` has started as a child of this process; None if there is none that lives."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return child
+    return None
+
+
 class RayLauncher:
-    """One Ray actor per rank in a placement group. Implements ``supervisor.Launcher``."""
+    """One Ray actor per rank in a placement group. Implements ``ranks.Launcher``."""
 
     name = "ray"
+    no_restart = ""
 
     def __init__(self) -> None:
         self._owns_ray = False
@@ -191,7 +207,9 @@ class RayLauncher:
             EngineError: the placement or a rank did not come up in time.
         """
         deadline = time.monotonic() + timeout
-        self._owns_ray = connect_to_ray(config)
+        if self._owns_ray and embedded_raylet() is None:
+            self.close()  # Ray itself would notice, and say so in many words, only after 15 seconds.
+        self._owns_ray = connect_to_ray(config) or self._owns_ray
         placed = self._place(config, deadline)
         same_host = all(p.host_id == host_identity() for p in placed)
         secret = secrets.token_bytes(32)
@@ -213,22 +231,43 @@ class RayLauncher:
         self._listener.close()
         return [StartedRank(handle, channels[handle.rank]) for handle in handles]
 
+    def _reserve(self, config: EngineConfig, deadline: float) -> dict[str, float]:
+        """Make the placement group, a bundle per rank; gives what is in a bundle.
+
+        A cluster that has just lost a node, perhaps with our last group, learns of it only while we wait: then there
+        may never be room for what was asked, but for smaller bundles.
+        """
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        size = config.tensor_parallel_size
+        needs: dict[str, float] = {}
+        ready: Any = None
+        while True:
+            now_needed = rank_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
+            if now_needed != needs:
+                if self._group is not None:
+                    remove_placement_group(self._group)
+                needs = now_needed
+                self._group = placement_group([needs] * size, strategy="PACK")
+                ready = self._group.ready()
+            left = deadline - time.monotonic()
+            if ray.wait([ready], timeout=max(0.1, min(left, RESERVE_SECONDS)))[0]:
+                return needs
+            if left <= 0:
+                raise EngineError(
+                    f"Ray did not find room for {size} ranks of {needs} in time (--spawn-timeout); free now: "
+                    f"{ray.available_resources()}"
+                )
+
     def _place(self, config: EngineConfig, deadline: float) -> list[_Placed]:
         """Reserve a bundle per rank and start its actor; sorted so that the ranks of a host are neighbours."""
         import ray
         from ray import exceptions as ray_exceptions
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        needs = self._reserve(config, deadline)
         size = config.tensor_parallel_size
-        needs = rank_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-        self._group = placement_group([needs] * size, strategy="PACK")
-        left = max(0.1, deadline - time.monotonic())
-        if not ray.wait([self._group.ready()], timeout=left)[0]:
-            raise EngineError(
-                f"Ray did not find room for {size} ranks of {needs} in time (--spawn-timeout); free now: "
-                f"{ray.available_resources()}"
-            )
         actor_class = ray.remote(RankActor)
         actors = []
         for index in range(size):
@@ -244,20 +283,26 @@ class RayLauncher:
         # Rank 0 shares the driver's host where any rank does.
         return sorted(placed, key=lambda p: (p.host_id != host_identity(), p.host_id))
 
-    def close(self) -> None:
-        """Give the bundles back; end Ray if this launcher started it."""
+    def release(self) -> None:
+        """Give the bundles back. An embedded cluster stays for the next start."""
         if self._listener is not None:
             self._listener.close()
-        if self._group is None and not self._owns_ray:
+        if self._group is None:
             return
         import ray
         from ray import exceptions as ray_exceptions
         from ray.util.placement_group import remove_placement_group
 
-        if self._group is not None and ray.is_initialized():
+        if ray.is_initialized():
             with contextlib.suppress(ray_exceptions.RayError):
                 remove_placement_group(self._group)
         self._group = None
+
+    def close(self) -> None:
+        """End Ray if this launcher started it."""
+        self.release()
         if self._owns_ray:
+            import ray
+
             ray.shutdown()
             self._owns_ray = False

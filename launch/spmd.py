@@ -26,8 +26,8 @@ from launch.accept import accept_ranks
 from launch.environment import TorchrunRanks, torchrun_ranks
 from launch.local import spawn_rank
 from launch.rank_process import Orders, die_with_parent, host_identity, make_orders
+from launch.ranks import RankHandle, StartedRank
 from launch.run_folder import PREFIX
-from launch.supervisor import RankHandle, StartedRank
 from runtime.channel import Channel, ChannelClosedError, ChannelListener, connect, wait_readable
 from runtime.config import EngineConfig
 from runtime.errors import ConfigError, EngineError
@@ -133,7 +133,7 @@ def open_rendezvous(ranks: TorchrunRanks) -> FileRendezvous | StoreRendezvous:
 
 
 class AgentRank:
-    """A rank under an agent, seen through the agent's control channel. Implements ``supervisor.RankHandle``."""
+    """A rank under an agent, seen through the agent's control channel. Implements ``ranks.RankHandle``."""
 
     def __init__(self, rank: int, host: str, control: Channel) -> None:
         self.rank = rank
@@ -179,9 +179,13 @@ class AgentRank:
 
 
 class TorchrunLauncher:
-    """Starts rank 0 as our child and the others through their agents. Implements ``supervisor.Launcher``."""
+    """Starts rank 0 as our child and the others through their agents. Implements ``ranks.Launcher``."""
 
     name = "torchrun"
+    no_restart = (
+        "torchrun placed these ranks, so it is torchrun that can start them again: `torchrun --max-restarts N ...` or "
+        "`lockstep launch --max-restarts N -- ...`, which runs the whole command anew"
+    )
 
     def __init__(self) -> None:
         found = torchrun_ranks()
@@ -265,8 +269,11 @@ class TorchrunLauncher:
             raise
         return [StartedRank(handle, channels[handle.rank]) for handle in handles]
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Nothing beyond the ranks: agents stay until the command ends."""
+
+    def close(self) -> None:
+        """Nothing here either."""
 
 
 # ---- an agent's side

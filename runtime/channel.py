@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import queue
+import select
 import socket
 import struct
 import threading
@@ -44,6 +45,9 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         _set_timeouts(sock, STALLED_FRAME_SECONDS)
         self._connection: Connection = Connection(sock.detach())
+        # Kept: Connection.poll makes a selector for every call, which is most of what a small message costs.
+        self._poll = select.poll()
+        self._poll.register(self._connection.fileno(), select.POLLIN)
 
     def fileno(self) -> int:
         """The descriptor, for ``multiprocessing.connection.wait`` and poll."""
@@ -68,7 +72,7 @@ class Channel:
             ProtocolError: the peer announced a frame longer than allowed.
         """
         try:
-            if not self._connection.poll(timeout):
+            if not self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000.0):
                 raise TimeoutError(f"no message within {timeout} s")
             return self._connection.recv_bytes(MAX_MESSAGE_BYTES)
         except TimeoutError:

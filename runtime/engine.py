@@ -1,82 +1,43 @@
 """The engine: takes prompts, makes steps, gives outputs. One thread calls it.
 
-A step is: ask the scheduler for a plan, have the executor carry it out, look at every new token and say which samples
-have ended. The engine decides what is a valid request and when it is over; who runs when is ``scheduler.py``'s, what
-ranks do is behind ``executor.py``. Requests fail one by one; a failure of the executor fails them all and ends the
-engine.
+Two plans are under way at a time: while the ranks carry out one, the next lies at their door, made before the tokens
+of the first are known. So the ranks wait for the driver only if it needs longer than a whole step. A call of
+:meth:`Engine.step` fills that queue, takes the oldest result, ends what its tokens end, fills the queue again, and
+only then makes text and outputs.
+
+The engine decides what is a valid request and when it is over; who runs when is ``scheduler.py``'s, what ranks do is
+behind ``executor.py``. Requests fail one by one. When a rank fails, the group is started again and every request goes
+on from the tokens it has, with the tokens it would have had; when that is used up, they all fail and the engine ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
+import logging
 import time
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from runtime.block_pool import BlockPool
 from runtime.config import EngineConfig, SamplingParams
-from runtime.errors import EngineClosedError, EngineError, LockstepError, RequestError
-from runtime.executor import Executor
+from runtime.errors import EngineClosedError, EngineError, InputError, LockstepError, RankError, RequestError
+from runtime.executor import MAX_OUTSTANDING, Executor
 from runtime.model_config import ModelConfig
-from runtime.protocol import SampledToken
-from runtime.request import (
-    FINISH_REASONS,
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    RequestTimes,
-    TokenLogprob,
-    Transcript,
-    derive_seed,
-)
+from runtime.prompt_state import PromptState, SampleState
+from runtime.protocol import StepResult
+from runtime.request import Request, RequestOutput, Transcript, derive_seed
+from runtime.request_checks import CheckedRequest, RequestLimits
 from runtime.scheduler import Scheduler
-from runtime.tokenizer import TextStream, Tokenizer
+from runtime.stats import EngineSnapshot, EngineStats
+from runtime.tokenizer import Tokenizer
 
+log = logging.getLogger("lockstep")
 
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made, for metrics. Each of ``n`` samples counts its own tokens and its own end.
+RESTART_WINDOW_SECONDS = 600.0
+"""So long a failure counts against ``EngineConfig.max_restarts``."""
 
-    Attributes:
-        computed_tokens: tokens that went through the model: of prompts, of decodes, and again after preemptions.
-        step_seconds: from the moment a plan was sent until its result was there, summed.
-        finished: ended samples by finish reason.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0))
-
-
-@dataclass(eq=False, slots=True)
-class _Sample:
-    """One sample of a prompt: the scheduler's request, what it has produced, and how much of that was reported."""
-
-    index: int
-    request: Request
-    text: TextStream
-    transcript: Transcript = field(default_factory=Transcript)
-    finish_reason: str | None = None
-    error: str = ""
-    reported_tokens: int = 0
-    reported_texts: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Prompt:
-    """What ``add_request`` was called with, and its samples."""
-
-    req_id: int
-    token_ids: tuple[int, ...]
-    text: str | None
-    samples: list[_Sample]
-    arrived: float
-    first_token: float | None = None
+MODEL_STATS = ("prepare", "forward", "sample")
+"""What rank 0 reports as its own time for a step."""
 
 
 class Engine:
@@ -86,13 +47,13 @@ class Engine:
         config: resolved: nothing in it is "auto".
         model_config: what the checkpoint says.
         tokenizer: makes text of tokens; None where only token ids are wanted (stop strings are refused then).
-        executor: a group that is ready for steps. The engine does not start it, but closes it.
+        executor: a group that is ready for steps. The engine does not start it, but restarts and closes it.
         num_kv_blocks: KV blocks that every rank has.
 
     Attributes:
         failure: the error that ended the engine; None while it is well.
-        scheduler: for metrics: requests waiting and running, KV blocks used, preemptions.
-        stats: see :class:`EngineStats`.
+        scheduler: requests waiting and running, KV blocks used.
+        stats: see :class:`~runtime.stats.EngineStats`; other threads take a :meth:`snapshot`.
     """
 
     def __init__(
@@ -112,15 +73,19 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self.stats = EngineStats()
+        self._config = config
         self._max_model_len = config.max_model_len
-        self._seed = config.seed
-        self._vocab_size = model_config.vocab_size
+        self._limits = RequestLimits.of(config, model_config, has_tokenizer=tokenizer is not None)
         self._eos_token_ids = frozenset(model_config.eos_token_ids)
         self._tokenizer = tokenizer
         self._executor = executor
-        self._prompts: dict[int, _Prompt] = {}
-        self._samples: dict[int, tuple[_Prompt, _Sample]] = {}
+        self._prompts: dict[int, PromptState] = {}
+        self._samples: dict[int, tuple[PromptState, SampleState]] = {}
+        self._touched: dict[int, PromptState] = {}  # Prompts with something to report.
         self._num_samples = 0
+        self._in_flight: deque[tuple[int, float]] = deque()  # Tokens of each outstanding plan, and when it was sent.
+        self._last_result = 0.0
+        self._failures: list[float] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -128,13 +93,31 @@ class Engine:
         return bool(self._prompts)
 
     @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has something to do: a request, or a plan under way for requests that have ended."""
+        return bool(self._prompts or self._in_flight)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most samples that can run at once."""
+        return self._config.max_num_seqs
+
+    @property
     def max_total_tokens(self) -> int:
         """The longest prompt + output a request can have here, by the model's length and by the KV cache."""
         pool = self.scheduler.pool
         return min(self._max_model_len, pool.num_blocks * pool.block_size + 1)
 
+    # ---- requests
+
     def add_request(
-        self, prompt_token_ids: Iterable[int], params: SamplingParams | None = None, *, prompt: str | None = None
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> int:
         """Queue a prompt; gives the number that its outputs carry.
 
@@ -143,23 +126,48 @@ class Engine:
             params: how to continue it. ``max_tokens`` is cut to what ``max_model_len`` leaves. Without a seed, one is
                 made of the config's seed and of how many requests came before.
             prompt: its text, for the output.
+            priority: lower goes first; of equals, the one that came first.
+            cache_salt: only requests with the same salt share the KV blocks of what they have in common.
 
         Raises:
             RequestError: it can never run. Nothing was queued.
             EngineError: the engine has ended.
         """
+        return self.add(self.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt))
+
+    def check(
+        self,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams | None = None,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> CheckedRequest:
+        """The first half of :meth:`add_request`: any thread may call it, and it queues nothing."""
         self._check_alive()
-        token_ids = _as_ids("the prompt", prompt_token_ids)
-        params = self._checked(token_ids, params or SamplingParams())
+        return self._limits.check(
+            prompt_token_ids, params or SamplingParams(), prompt=prompt, priority=priority, cache_salt=cache_salt
+        )
+
+    def add(self, checked: CheckedRequest) -> int:
+        """The second half of :meth:`add_request`. Raises :class:`RequestError` if it can never fit the KV cache."""
+        self._check_alive()
+        params, token_ids = checked.params, checked.token_ids
         req_id = self.stats.requests
-        seed = derive_seed(self._seed, req_id) if params.seed is None else params.seed
-        entry = _Prompt(req_id, token_ids, prompt, [], time.monotonic())
+        seed = derive_seed(self._config.seed, req_id) if params.seed is None else params.seed
+        salt = self._salt(req_id, checked)
+        entry = PromptState(req_id, token_ids, checked.prompt, time.monotonic())
+        entry.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         for index in range(params.n):
-            # The first of n samples is the one that n = 1 would give.
-            own = dataclasses.replace(params, n=1, seed=derive_seed(seed, index) if index else seed)
-            request = Request(self._num_samples + index, token_ids, own)
+            # The first of n samples is the one that n = 1 would give, and tells the others about the prompt.
+            changes = {"n": 1, "seed": derive_seed(seed, index), "prompt_logprobs": None} if index else {"seed": seed}
+            own = dataclasses.replace(params, **{"n": 1, **changes})
+            request = Request(self._num_samples + index, token_ids, own, priority=checked.priority, cache_salt=salt)
+            request.leader = entry.samples[0].request if index else None
             self.scheduler.add(request)  # All n need the same room, so either the first is refused or none.
-            entry.samples.append(_Sample(index, request, TextStream(self._tokenizer, token_ids, params.stop)))
+            transcript = Transcript(logprobs=None if params.logprobs is None else [])
+            entry.samples.append(SampleState(index, request, transcript))
         self._num_samples += params.n
         self._prompts[req_id] = entry
         self._samples.update({sample.request.req_id: (entry, sample) for sample in entry.samples})
@@ -167,49 +175,238 @@ class Engine:
         self.stats.prompt_tokens += len(token_ids)
         return req_id
 
+    def _salt(self, req_id: int, checked: CheckedRequest) -> bytes | None:
+        """Whose KV blocks a request may share: without prefix caching nobody's, but the samples of one prompt do."""
+        if self._config.enable_prefix_caching:
+            return checked.cache_salt.encode("utf-8", "surrogatepass")
+        return req_id.to_bytes(8, "little") if checked.params.n > 1 else None
+
+    def abort(self, req_id: int) -> RequestOutput | None:
+        """End a request and free its KV blocks; gives its last output, or None if it has ended or never was."""
+        entry = self._prompts.get(req_id)
+        if entry is None:
+            return None
+        self._end(entry, "abort")
+        del self._touched[req_id]
+        return self._report(entry)
+
+    # ---- steps
+
     def step(self) -> list[RequestOutput]:
         """Make one step; gives an output for every request that has something new.
 
-        If the executor fails, every unfinished request is given with ``finish_reason`` "error" and the engine has
-        ended: :attr:`failure` is set, and later calls raise it.
+        There may be none, e.g. while prompts are computed, or after the worker group was started again. If that is
+        not to be, every unfinished request is given with ``finish_reason`` "error" and the engine has ended:
+        :attr:`failure` is set, and later calls raise it.
 
         Raises:
             EngineError: the engine has ended.
         """
         self._check_alive()
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return []
-        started = time.perf_counter()
         try:
-            self._executor.submit(plan)
-            updates = self.scheduler.update(self._executor.collect())
-        except LockstepError as error:
-            return self._fail(error)
-        except BaseException:
-            # Ctrl-C, or a bug: the plan may be under way, and nobody will read its answer. No step can follow.
-            self.failure = EngineError("a step was interrupted, so the engine cannot go on; make a new one")
+            try:
+                self._advance()
+            except LockstepError as error:
+                self._fail(error)
+            return self._reports()
+        except BaseException as error:
+            self._abandon(error)
             raise
-        self.stats.steps += 1
-        self.stats.step_seconds += time.perf_counter() - started
-        self.stats.computed_tokens += plan.num_tokens
-        touched: dict[int, _Prompt] = {}
+
+    def wait(self, wakeup: int, timeout: float | None = None) -> bool:
+        """While there is no work: sleep until file descriptor ``wakeup`` is readable; whether it is.
+
+        A rank that dies meanwhile is noticed, and the group is started again.
+
+        Raises:
+            EngineError: the engine has ended, perhaps now.
+        """
+        self._check_alive()
+        try:
+            return self._executor.wait(wakeup, timeout)
+        except RankError as error:
+            try:
+                self._recover(error)
+            except LockstepError as final:
+                self._fail(final)
+                raise
+            return False
+        except LockstepError as error:
+            self._fail(error)
+            raise
+
+    def _advance(self) -> None:
+        """Carry the plans forward by one result. The order is the point: see the module's docstring."""
+        started = time.thread_time()
+        self._fill()
+        if self._in_flight:
+            result = self._collect()
+            if result is not None:
+                self._take(result)
+                self._fill()
+        elif self._prompts and not self._touched:
+            raise EngineError(f"a bug: {len(self._prompts)} requests have not ended, but there is nothing to compute")
+        self.stats.driver_seconds += time.thread_time() - started
+
+    def _fill(self) -> None:
+        """Send plans until enough are under way or there is nothing to plan."""
+        while len(self._in_flight) < MAX_OUTSTANDING:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            try:
+                self._executor.submit(plan)
+            except RankError as error:
+                self._recover(error)  # The plan is lost with the group; the next one begins anew.
+                continue
+            self._in_flight.append((plan.num_tokens, time.perf_counter()))
+            if plan.new:
+                now = time.monotonic()
+                for new in plan.new:
+                    entry, _ = self._samples[new.req_id]
+                    entry.scheduled = entry.scheduled or now
+
+    def _collect(self) -> StepResult | None:
+        """The oldest plan's result; None if the group had to be started again."""
+        try:
+            result = self._executor.collect()
+        except RankError as error:
+            self._recover(error)
+            return None
+        num_tokens, sent = self._in_flight.popleft()
+        now, stats = time.perf_counter(), self.stats
+        stats.steps += 1
+        stats.step_seconds += now - max(sent, self._last_result)  # A plan that waits for another one costs nothing.
+        stats.model_seconds += sum(result.stats.get(name, 0.0) for name in MODEL_STATS)
+        stats.computed_tokens += num_tokens
+        self._last_result = now
+        return result
+
+    def _take(self, result: StepResult) -> None:
+        """Hand out new tokens, and end at once what they end, so that the next plan leaves it out."""
+        now = time.monotonic()
+        updates = self.scheduler.update(result)
+        for part in result.prompt_logprobs:
+            if (found := self._samples.get(part.req_id)) is not None:
+                found[0].take_prompt_logprobs(part)
         for request, token in updates:
             entry, sample = self._samples[request.req_id]
-            entry.first_token = entry.first_token or time.monotonic()
-            self._take(sample, token)
-            touched[entry.req_id] = entry
+            self._touched[entry.req_id] = entry
+            reason = sample.take(token, self._eos_token_ids)
+            if token.error:
+                self.stats.broken += "not finite" in token.error
+            else:
+                self.stats.generated_tokens += 1
+                entry.first_token = entry.first_token or now
+            if reason is not None:
+                self._release(sample)
+
+    def _release(self, sample: SampleState) -> None:
+        """Take an ended sample from the scheduler: its KV blocks are free, tokens that still come are ignored."""
+        if self._samples.pop(sample.request.req_id, None) is not None:
+            self.scheduler.finish(sample.request)
+
+    def _end(self, entry: PromptState, reason: str, error: str = "") -> None:
+        """End every sample of a prompt that has not ended."""
+        for sample in entry.samples:
+            if sample.finish_reason is None:
+                sample.end(reason, error)
+                self._release(sample)
+        self._touched[entry.req_id] = entry
+
+    def _reports(self) -> list[RequestOutput]:
+        """The outputs of all prompts that have something new."""
+        touched, self._touched = self._touched, {}
         return [self._report(entry) for entry in touched.values()]
 
-    def abort(self, req_id: int) -> RequestOutput | None:
-        """End a request and free its KV blocks; gives its last output, or None if it has ended or never was."""
-        entry = self._prompts.get(req_id)
-        return None if entry is None else self._end(entry, "abort")
+    def _report(self, entry: PromptState) -> RequestOutput:
+        """Make the text of what was taken, end what a stop string ends, and give what is new."""
+        for sample in entry.samples:
+            if sample.closed:
+                continue
+            try:
+                sample.read(self._tokenizer, entry.token_ids)
+            except Exception as error:  # Whatever a tokenizer does with these tokens is this request's problem alone.
+                log.exception("the tokens of request %d cannot be made text", entry.req_id)
+                sample.end("error", f"its tokens cannot be made text: {type(error).__name__}: {error}")
+            if sample.finish_reason is not None:
+                self._release(sample)
+                sample.closed = True
+                self.stats.finished[sample.finish_reason] += 1
+        output = entry.output()
+        if output.finished:
+            del self._prompts[entry.req_id]
+        return output
+
+    # ---- failure and end
+
+    def _recover(self, error: RankError) -> None:
+        """Start the failed group again and queue everything anew. Raises the error that ends the engine instead."""
+        self._in_flight.clear()
+        refused = ""
+        while True:
+            now = time.monotonic()
+            recent = [at for at in self._failures if now - at < RESTART_WINDOW_SECONDS]
+            if len(recent) >= self._config.max_restarts:
+                if recent:
+                    log.error(
+                        "the worker group failed %d times within %g s: no more restarts (--max-restarts is %d)",
+                        len(recent) + 1,
+                        RESTART_WINDOW_SECONDS,
+                        self._config.max_restarts,
+                    )
+                raise error
+            self._failures = [*recent, now]
+            log.error("%s", error)
+            number, allowed = len(self._failures), self._config.max_restarts
+            log.warning("restart %d of %d; %d requests will go on", number, allowed, len(self._prompts))
+            try:
+                num_kv_blocks = self._executor.restart()
+                break
+            except RankError as again:
+                error = again
+            except (InputError, EngineClosedError) as refusal:
+                raise error from refusal  # Trying again would not help.
+            except LockstepError as refusal:
+                if str(refusal) == refused:
+                    raise error from refusal  # E.g. a launcher that starts every rank but once.
+                refused = str(refusal)
+                log.error("the worker group could not be restarted: %s", refused)
+        self._start_over(num_kv_blocks)
+
+    def _start_over(self, num_kv_blocks: int) -> None:
+        """Every request that has not ended waits again, for a group that knows of none."""
+        self.stats.restarts += 1
+        self.scheduler.reset(BlockPool(num_kv_blocks, self._config.block_size))
+        for entry, sample in list(self._samples.values()):
+            try:
+                self.scheduler.check(sample.request)
+            except RequestError as error:
+                sample.end("error", f"the worker group came back from a failure with a smaller KV cache: {error}")
+                self._release(sample)
+                self._touched[entry.req_id] = entry
+
+    def _fail(self, error: LockstepError) -> None:
+        """The engine has ended, and so has every request."""
+        self.failure = error
+        self._in_flight.clear()
+        for entry in list(self._prompts.values()):
+            self._end(entry, "error", str(error))
+
+    def _abandon(self, error: BaseException) -> None:
+        """A step ended by Ctrl-C or a bug: plans may be under way whose answers nobody reads. No step can follow."""
+        self._in_flight.clear()
+        if isinstance(error, Exception):
+            why = f"the engine has a bug and cannot go on ({type(error).__name__}: {error}); make a new one"
+        else:
+            why = "a step was interrupted, so the engine cannot go on; make a new one"
+        self.failure = self.failure or EngineError(why)
 
     def close(self) -> None:
         """Abort everything, end the executor and the tokenizer's helper. May be called twice."""
         for req_id in list(self._prompts):
             self.abort(req_id)
+        self._in_flight.clear()
         self.failure = self.failure or EngineClosedError("this engine was closed; make a new one")
         self._executor.close()
         if self._tokenizer is not None:
@@ -217,114 +414,25 @@ class Engine:
 
     def _check_alive(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.with_traceback(None)  # It is raised again and again; its traceback must not grow.
 
-    def _checked(self, token_ids: tuple[int, ...], params: SamplingParams) -> SamplingParams:
-        """The parameters with ``max_tokens`` cut to the model's length. Raises :class:`RequestError`."""
-        if not token_ids:
-            raise RequestError("the prompt has no tokens; give at least one")
-        room = self._max_model_len - len(token_ids)
-        if room < 1:
-            raise RequestError(
-                f"a prompt of {len(token_ids)} tokens leaves no room for output: max_model_len is "
-                f"{self._max_model_len}, so it may have {self._max_model_len - 1}; shorten it or raise --max-model-len"
-            )
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens {params.min_tokens} is more than the {room} tokens that a prompt of {len(token_ids)} "
-                f"leaves of max_model_len {self._max_model_len}"
-            )
-        for what, ids in (("the prompt", token_ids), ("stop_token_ids", params.stop_token_ids)):
-            for position, token_id in enumerate(ids):
-                if not 0 <= token_id < self._vocab_size:
-                    raise RequestError(
-                        f"{what} has token id {token_id} at position {position}; this model's vocabulary has "
-                        f"{self._vocab_size} tokens, 0 to {self._vocab_size - 1}"
-                    )
-        if params.stop and self._tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-        return dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+    # ---- metrics
 
-    def _take(self, sample: _Sample, token: SampledToken) -> None:
-        """Add a new token to its sample, and end the sample if it says so."""
-        if token.error:
-            self._finish(sample, "error", token.error)
-            return
-        self.stats.generated_tokens += 1
-        sample.transcript.token_ids.append(token.token_id)
-        if token.logprob is not None:
-            sample.transcript.logprobs.append(TokenLogprob(token.token_id, token.logprob, token.top_logprobs))
-        params = sample.request.sampling
-        num_output = len(sample.transcript.token_ids)
-        may_stop = num_output > params.min_tokens
-        ends_text = not params.ignore_eos and token.token_id in self._eos_token_ids
-        if may_stop and (ends_text or token.token_id in params.stop_token_ids):
-            self._finish(sample, "stop")
-            return
-        sample.transcript.add_text(sample.text.append(token.token_id, may_stop=may_stop))
-        if sample.text.stopped:
-            self._finish(sample, "stop")
-        elif num_output >= params.max_tokens:
-            self._finish(sample, "length")
-
-    def _finish(self, sample: _Sample, reason: str, error: str = "") -> None:
-        """End a sample: its text is complete, its KV blocks are free."""
-        sample.transcript.add_text(sample.text.finish())
-        sample.finish_reason = reason
-        sample.error = error
-        self.scheduler.finish(sample.request)
-        del self._samples[sample.request.req_id]
-        self.stats.finished[reason] += 1
-
-    def _end(self, entry: _Prompt, reason: str, error: str = "") -> RequestOutput:
-        """End every sample of a prompt that has not ended, and report it."""
-        for sample in entry.samples:
-            if sample.finish_reason is None:
-                self._finish(sample, reason, error)
-        return self._report(entry)
-
-    def _fail(self, error: LockstepError) -> list[RequestOutput]:
-        """The executor has failed: so has every request that has not ended, and the engine."""
-        self.failure = error
-        return [self._end(entry, "error", str(error)) for entry in list(self._prompts.values())]
-
-    def _report(self, entry: _Prompt) -> RequestOutput:
-        """What is new about a prompt since the last report. A prompt all of whose samples have ended is forgotten."""
-        finished = all(sample.finish_reason is not None for sample in entry.samples)
-        if finished:
-            del self._prompts[entry.req_id]
-        return RequestOutput(
-            req_id=entry.req_id,
-            prompt_token_ids=entry.token_ids,
-            outputs=tuple(_completion(sample) for sample in entry.samples),
-            finished=finished,
-            times=RequestTimes(entry.arrived, entry.first_token, time.monotonic() if finished else None),
-            prompt=entry.text,
+    def snapshot(self) -> EngineSnapshot:
+        """How things stand. Cheap, and safe to call from any thread."""
+        scheduler, pool, failure = self.scheduler, self.scheduler.pool, self.failure
+        counts = {name: getattr(self.stats, name) for name in _COUNTS}
+        return EngineSnapshot(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=pool.num_used / pool.num_blocks,
+            prefix_queried_tokens=pool.queried_tokens,
+            prefix_hit_tokens=pool.hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            finished=dict(self.stats.finished),
+            failure="" if failure is None else str(failure),
+            **counts,
         )
 
 
-def _completion(sample: _Sample) -> CompletionOutput:
-    """The sample as it is now; what is new since the last call is marked as such."""
-    transcript = sample.transcript
-    tokens, texts = sample.reported_tokens, sample.reported_texts
-    sample.reported_tokens, sample.reported_texts = len(transcript.token_ids), len(transcript.texts)
-    wants_logprobs = sample.request.sampling.logprobs is not None
-    return CompletionOutput(
-        index=sample.index,
-        transcript=transcript,
-        num_tokens=sample.reported_tokens,
-        num_texts=sample.reported_texts,
-        finish_reason=sample.finish_reason,
-        error=sample.error,
-        new_token_ids=tuple(transcript.token_ids[tokens:]),
-        new_text="".join(transcript.texts[texts:]),
-        new_logprobs=tuple(transcript.logprobs[tokens:]) if wants_logprobs else None,
-    )
-
-
-def _as_ids(what: str, values: Iterable[int]) -> tuple[int, ...]:
-    """The values as plain ints (arrays of integers are fine). Raises :class:`RequestError` for anything else."""
-    try:
-        return tuple(map(operator.index, values))
-    except TypeError:
-        raise RequestError(f"{what} has to be a sequence of token ids, whole numbers; got {values!r:.80}") from None
+_COUNTS = tuple(field.name for field in dataclasses.fields(EngineStats) if field.name != "finished")

@@ -1,5 +1,6 @@
 """What happens when a rank fails: it is named, with its cause, in time, and nothing is left behind.
 
+Here nothing is mended by a restart, so that the error comes through; ``test_restart.py`` has what follows otherwise.
 The numbers are the rows of the fault matrix. Faults come from ``LOCKSTEP_FAULT`` or from real signals; the leak check
 of ``conftest.py`` stands behind every test.
 """
@@ -20,11 +21,9 @@ import pytest
 
 from launch.llm import LLM
 from launch.run_folder import make_run_folder, remove_traces
-from launch.supervisor import Supervisor
 from runtime.config import SamplingParams
 from runtime.errors import (
     CheckpointError,
-    EngineError,
     LockstepGuardError,
     RankDiedError,
     RankError,
@@ -39,7 +38,7 @@ PROMPTS = [[5, 6, 7], [8, 9, 10, 11], [12], [13, 14]]
 
 
 def start(tp: int = 2, **settings) -> LLM:
-    settings = {"enforce_eager": True, **settings}
+    settings = {"enforce_eager": True, "max_restarts": 0, **settings}
     return LLM(
         str(tiny_checkpoint()),
         tensor_parallel_size=tp,
@@ -56,33 +55,6 @@ def fail(llm: LLM) -> tuple[RankError, float]:
         outputs = llm.generate(PROMPTS, GREEDY)
         assert all(output.finish_reason != "error" for output in outputs), outputs[0].error
     return caught.value, time.monotonic() - started
-
-
-def signal_at_step(monkeypatch: pytest.MonkeyPatch, step: int, rank: int, number: int) -> list[float]:
-    """Have a rank get a real signal right after a step was submitted to it; gives the list that will hold when."""
-    submit, when = Supervisor.submit, []
-
-    def submit_and_signal(self: Supervisor, plan) -> None:
-        submit(self, plan)
-        if plan.step_id == step:
-            when.append(time.monotonic())
-            os.kill(self.rank_pids[rank], number)
-
-    monkeypatch.setattr(Supervisor, "submit", submit_and_signal)
-    return when
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_row_1_sigkill_mid_decode(rank: int, monkeypatch: pytest.MonkeyPatch):
-    with start() as llm:
-        when = signal_at_step(monkeypatch, 10, rank, signal.SIGKILL)
-        error, _ = fail(llm)
-        assert time.monotonic() - when[0] < 2.0  # noticed in 0.5 s; the rest is tearing down on a busy machine
-        assert isinstance(error, RankDiedError)
-        assert error.rank == rank and error.returncode == -9 and error.exit_code == 137
-        assert "SIGKILL" in str(error) and f"rank {rank}" in str(error)
-        with pytest.raises(EngineError):  # the engine is dead, and says so at once
-            llm.generate(PROMPTS, GREEDY)
 
 
 def test_a_rank_that_dies_while_idle_is_named_by_the_next_request():
@@ -114,18 +86,14 @@ def test_row_3_exception_in_any_rank_is_the_message(rank: int, monkeypatch: pyte
         assert seconds < 3.0
 
 
-@pytest.mark.parametrize("kind", ["hang", "SIGSTOP"])
-def test_row_4_a_silent_rank_meets_the_step_deadline(kind: str, monkeypatch: pytest.MonkeyPatch, capfd):
-    if kind == "hang":
-        monkeypatch.setenv("LOCKSTEP_FAULT", "rank=1,step=5,kind=hang")
+def test_row_4_a_rank_that_hangs_meets_the_step_deadline(monkeypatch: pytest.MonkeyPatch, capfd):
+    monkeypatch.setenv("LOCKSTEP_FAULT", "rank=1,step=5,kind=hang")
     with start(step_timeout=1.0) as llm:
-        if kind == "SIGSTOP":
-            signal_at_step(monkeypatch, 5, 1, signal.SIGSTOP)
         error, seconds = fail(llm)
         assert isinstance(error, RankTimeoutError) and "--step-timeout" in str(error)
         assert "1" in re.findall(r"silent: ranks ([\d, ]+)", str(error))[0]
         assert seconds < 1.0 + 4.0
-    assert "on_step" in capfd.readouterr().err if kind == "hang" else True  # the stack of the hanging rank
+    assert "on_step" in capfd.readouterr().err  # the stack of the hanging rank
 
 
 def test_row_5_a_skipped_collective_is_an_error_not_an_answer(monkeypatch: pytest.MonkeyPatch):

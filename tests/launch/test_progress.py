@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from launch.progress import Progress
+from launch.progress import Progress, Throughput
 
 
 class Terminal(io.StringIO):
@@ -69,3 +69,27 @@ def test_disabled_writes_nothing(clock: list[float]) -> None:
         clock.append(clock[-1] + 60)
         bar.advance()
     assert stream.getvalue() == ""
+
+
+def test_a_bar_shows_the_rate_beside_it(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    plain, terminal = io.StringIO(), Terminal()
+    for stream in (plain, terminal):
+        with Progress(stream).bar("prompts", 4) as bar:
+            throughput = Throughput()
+            clock.append(clock[-1] + 10)
+            bar.advance(0, text=throughput.add(25))
+            clock.append(clock[-1] + 10)
+            bar.advance(text=throughput.add(100))
+            clock.append(clock[-1] + 10)
+            bar.advance()
+    assert plain.getvalue().splitlines() == [
+        "  prompts        0 %  (0 of 4), 2.5 tokens/s",
+        "  prompts       25 %  (1 of 4), 6.2 tokens/s",
+        "  prompts       50 %  (2 of 4), 6.2 tokens/s",
+    ]
+    assert " 25 %  6.2 tokens/s" in terminal.getvalue()
+
+
+def test_a_rate_needs_time(clock: list[float]) -> None:
+    assert Throughput().add(5) == ""

@@ -5,8 +5,8 @@ One cluster of two nodes (both on this machine) serves the module. It is the tes
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,11 +18,11 @@ import psutil
 import pytest
 
 from launch.llm import LLM
-from launch.supervisor import Supervisor
 from runtime.config import SamplingParams
 from runtime.errors import ConfigError, RankDiedError, RankRaisedError
 from tests.checkpoints import prompts, tiny_checkpoint
 from tests.launch.test_generate import GREEDY, answers_of, command, golden_answers, transformers_greedy
+from tests.launch.test_restart import check_kill, strike_supervisors, tokens
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -51,8 +51,9 @@ def cluster() -> Iterator[Any]:
             made.shutdown()
 
 
-def over_ray(tp: int, **settings) -> LLM:
-    return LLM(str(tiny_checkpoint()), tensor_parallel_size=tp, progress=False, enforce_eager=True, **settings)
+def over_ray(tp: int, *, max_restarts: int = 0, **settings) -> LLM:
+    own = {"tensor_parallel_size": tp, "max_restarts": max_restarts, "progress": False, "enforce_eager": True}
+    return LLM(str(tiny_checkpoint()), **own, **settings)
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -79,20 +80,44 @@ def test_demo_on_a_running_cluster(cluster: Any):
     assert answers_of([str(BIN / "lockstep"), *argv]) == golden_answers()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_sigkill_of_a_rank_is_named_with_its_signal(cluster: Any, rank: int, monkeypatch: pytest.MonkeyPatch):
-    submit = Supervisor.submit
+def test_sigkill_of_each_rank_is_mended_until_restarts_are_used_up(cluster: Any, monkeypatch: pytest.MonkeyPatch):
+    """Row 1 over Ray: ranks on two nodes; a group that comes again is placed again."""
+    strikes = strike_supervisors(monkeypatch)
+    with over_ray(2, max_restarts=2) as llm:
+        expected = tokens(llm)
+        for rank in (0, 1):
+            strikes.arm(rank)
+            assert tokens(llm) == expected
+            error, when = strikes.noticed[-1]
+            check_kill(error, (rank,))
+            assert when - strikes.sent[-1] < 2.0 + 2.0
+            assert len(placement_groups()) == 1
+        strikes.arm(1)
+        with pytest.raises(RankDiedError) as caught:
+            tokens(llm)
+        check_kill(caught.value, (1,))
+        assert placement_groups() == set()
 
-    def submit_and_kill(self: Supervisor, plan: Any) -> None:
-        submit(self, plan)
-        if plan.step_id == 8:
-            os.kill(self.rank_pids[rank], signal.SIGKILL)
 
-    monkeypatch.setattr(Supervisor, "submit", submit_and_kill)
-    with over_ray(2) as llm, pytest.raises(RankDiedError) as caught:
-        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
-    assert caught.value.rank == rank and caught.value.returncode == -9
-    assert placement_groups() == set()
+def test_row_10_sigkill_of_a_raylet_ends_the_ranks_on_its_node(cluster: Any):
+    """Ray itself ends a dead node's actors after some 15 s only."""
+    node = cluster.add_node(num_cpus=2)  # the only one with room for both, so both are packed on it
+    try:
+        with over_ray(2) as llm:
+            family = [psutil.Process(pid) for pid in llm.rank_pids]
+            family += [rank.parent() for rank in family]
+            assert "RankActor" in " ".join(family[-1].cmdline())
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            assert family[-1].parent() == family[-2].parent() == raylet
+            raylet.kill()
+            killed = time.monotonic()
+            with pytest.raises(RankDiedError):
+                llm.generate([[1, 2, 3]], SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
+            _, alive = psutil.wait_procs(family, timeout=10)
+            assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+            assert time.monotonic() - killed < 10
+    finally:
+        cluster.remove_node(node)
 
 
 def test_sigkill_of_an_actor_takes_its_rank_along(cluster: Any):
@@ -121,25 +146,26 @@ def test_sigkill_of_the_driver_over_ray(cluster: Any):
         for line in driver.stderr:
             if line.strip().startswith("ready"):
                 break
-        ranks = [p for p in psutil.process_iter(["cmdline"]) if "launch.rank_process" in (p.info["cmdline"] or ())]
+        ranks = ours("launch.rank_process")
         assert len(ranks) == 2
         driver.kill()
     _, alive = psutil.wait_procs(ranks, timeout=7)
     assert not alive
     deadline = time.monotonic() + 15
-    while actors() and time.monotonic() < deadline:
+    while ours("RankActor") and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not actors()
+    assert not ours("RankActor")
 
 
-def actors() -> list[str]:
-    """Rank actors that are alive."""
+def ours(word: str) -> list[psutil.Process]:
+    """Living processes of this run of the tests whose command line has ``word`` in it."""
     found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if "RankActor" in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(line)
-    return found
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            session = process.environ().get("LOCKSTEP_TEST_SESSION")
+            if session == os.environ["LOCKSTEP_TEST_SESSION"] and word in " ".join(process.cmdline()):
+                found.append(process)
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_more_ranks_than_the_cluster_can_hold_are_refused(cluster: Any):

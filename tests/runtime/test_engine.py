@@ -3,86 +3,21 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
-from runtime.config import MAX_SEED, EngineConfig, SamplingParams
-from runtime.engine import Engine
-from runtime.errors import EngineClosedError, EngineError, ProtocolError, RankDiedError, RequestError
-from runtime.model_config import ModelConfig
-from runtime.protocol import StepResult
-from runtime.request import RequestOutput, derive_seed
+from runtime.config import MAX_SEED, SamplingParams
+from runtime.errors import EngineClosedError, EngineError, RequestError
+from runtime.request import derive_seed
 from runtime.tokenizer import Tokenizer
-from tests.runtime.fake_executor import FakeExecutor, expected_output
-
-VOCAB = 300
-EOS = (2, 5)
-MODEL = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, VOCAB, 4096, eos_token_ids=EOS)
+from tests.runtime.engine_bench import VOCAB, Bench, byte_tokenizer, text_ids
+from tests.runtime.fake_executor import expected_output
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """One token for each byte, in the order of the bytes."""
-    folder: Path = tmp_path_factory.mktemp("bytes")
-    # The byte-level alphabet writes printable bytes as they are, and the others as letters from 256 on, in order.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-    return Tokenizer.from_folder(folder)
-
-
-class Bench:
-    """An engine over a fake executor."""
-
-    def __init__(self, tokenizer: Tokenizer | None = None, *, num_blocks: int = 256, **settings: Any) -> None:
-        sizes = {"max_model_len": 200, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4} | settings
-        self.config = EngineConfig(**sizes)
-        self.executor = FakeExecutor(
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            vocab_size=VOCAB,
-        )
-        self.engine = Engine(self.config, MODEL, tokenizer, self.executor, num_blocks)
-        self._num_samples = 0
-
-    def add(
-        self, prompt: list[int], script: list[int] | None = None, prompt_text: str | None = None, **params: Any
-    ) -> int:
-        """Queue a prompt; with a script, the fake model says that instead of what it would."""
-        req_id = self.engine.add_request(prompt, SamplingParams(**params), prompt=prompt_text)
-        if script is not None:
-            self.executor.scripted[self._num_samples] = list(script)
-        self._num_samples += params.get("n", 1)
-        return req_id
-
-    def run(self) -> dict[int, list[RequestOutput]]:
-        """All outputs of all requests, by request."""
-        outputs: dict[int, list[RequestOutput]] = {}
-        while self.engine.has_unfinished:
-            for output in self.engine.step():
-                outputs.setdefault(output.req_id, []).append(output)
-        assert self.engine.scheduler.pool.num_used == 0
-        assert self.engine.step() == []
-        return outputs
-
-    def one(self, *args: Any, **params: Any) -> RequestOutput:
-        """The last output of one request alone."""
-        req_id = self.add(*args, **params)
-        return self.run()[req_id][-1]
-
-
-def text_ids(text: str) -> list[int]:
-    return list(text.encode())
+    return byte_tokenizer(tmp_path_factory.mktemp("bytes"))
 
 
 # ---- what is refused
@@ -102,6 +37,9 @@ def text_ids(text: str) -> list[int]:
         ([1.5], {}, "whole numbers"),
         (5, {}, "whole numbers"),
         ([1], {"stop": "x"}, "stop strings need a tokenizer"),
+        ([1], {"logit_bias": {7: 1.0, 300: 1.0}}, "logit_bias has token id 300 at position 1"),
+        ([1], {"logit_bias": {-1: 1.0}}, "logit_bias has token id -1"),
+        ("1 2", {}, "whole numbers; got str"),
     ],
 )
 def test_refuses_requests_with_numbers_and_goes_on(prompt: Any, params: dict[str, Any], message: str) -> None:
@@ -157,11 +95,12 @@ def test_max_tokens_is_cut_to_the_models_length() -> None:
 def test_a_row_that_is_not_finite_fails_its_request_only() -> None:
     bench = Bench()
     good, bad = bench.add([1], max_tokens=5, ignore_eos=True), bench.add([1], max_tokens=5, ignore_eos=True)
-    bench.engine.step()
+    bench.engine.step()  # Three plans are made: the third computes what comes after the third token.
     bench.executor.broken = {bad}
     outputs = bench.run()
     failed = outputs[bad][-1]
-    assert (failed.finish_reason, failed.error, len(failed.token_ids)) == ("error", "not finite", 1)
+    assert (failed.finish_reason, failed.error, len(failed.token_ids)) == ("error", "not finite", 3)
+    assert bench.engine.snapshot().broken == 1
     assert outputs[good][-1].finish_reason == "length"
     assert bench.engine.stats.finished == {"stop": 0, "length": 1, "abort": 0, "error": 1}
     assert bench.engine.failure is None
@@ -216,6 +155,23 @@ def test_logprobs_are_one_for_each_token() -> None:
     assert outputs[without][-1].logprobs is None
 
 
+@pytest.mark.parametrize(("size", "budget"), [(1, 64), (2, 64), (30, 8), (30, 64)])
+def test_prompt_logprobs_are_complete_whatever_the_chunks(size: int, budget: int) -> None:
+    bench = Bench(max_num_batched_tokens=budget)
+    prompt = [(7 * number) % VOCAB for number in range(size)]
+    bench.add(prompt, max_tokens=1)  # What it leaves in the prefix cache must not leave gaps.
+    bench.run()
+    req_id, without = bench.add(prompt, max_tokens=3, prompt_logprobs=1, n=2), bench.add(prompt, max_tokens=1)
+    outputs = bench.run()
+    for output in outputs[req_id]:
+        first, *entries = output.prompt_logprobs or ["none"]
+        assert first is None
+        assert [(e.token_id, e.logprob, e.top) for e in entries] == [(t, -t, ((t, -t),)) for t in prompt[1:]]  # type: ignore[union-attr]
+    assert outputs[without][-1].prompt_logprobs is None
+    wanted = [new.sampling.prompt_logprobs for plan in bench.executor.plans for new in plan.new if new.req_id in (1, 2)]
+    assert wanted == [1, None], "one sample reports for all"
+
+
 # ---- seeds and samples
 
 
@@ -237,6 +193,47 @@ def test_seeds_come_from_the_config_and_the_order() -> None:
 def test_derived_seeds_are_in_range_and_differ() -> None:
     seeds = {derive_seed(seed, number) for seed in (0, 1, MAX_SEED) for number in range(1000)}
     assert len(seeds) == 3000 and all(0 <= seed <= MAX_SEED for seed in seeds)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_share_the_blocks_of_their_prompt(caching: bool) -> None:
+    """Also without prefix caching, where nobody else does."""
+    bench = Bench(enable_prefix_caching=caching, num_blocks=24)
+    prompt = list(range(40))
+    several, alone = bench.add(prompt, max_tokens=2, n=4, ignore_eos=True), bench.add(prompt, max_tokens=2)
+    outputs = bench.run()
+    computed = {new.req_id: len(new.token_ids) - new.num_computed for plan in bench.executor.plans for new in plan.new}
+    assert computed == {0: 40, 1: 4, 2: 4, 3: 4, 4: 4 if caching else 40}
+    assert outputs[several][-1].num_cached_tokens == 0
+    assert outputs[alone][-1].num_cached_tokens == (36 if caching else 0)
+
+
+def test_salts_keep_requests_apart() -> None:
+    bench = Bench()
+    prompt, params = list(range(9)), SamplingParams(max_tokens=1)
+    cached: list[int] = []
+    for salt in ("", "a", "a", "\ud800", ""):
+        bench.engine.add_request(prompt, params, cache_salt=salt)
+        [[output]] = bench.run().values()
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 0, 8, 0, 8]
+
+
+def test_priority_goes_first() -> None:
+    bench = Bench(max_num_seqs=1)
+    for priority in (0, 5, -3, 0):
+        bench.engine.add_request([1], SamplingParams(max_tokens=1), priority=priority)
+    assert list(bench.run()) == [2, 0, 3, 1]
+
+
+@pytest.mark.parametrize(
+    "how", [{"priority": 2**31}, {"priority": True}, {"priority": "1"}, {"cache_salt": 5}, {"cache_salt": "x" * 1025}]
+)
+def test_refuses_places_in_the_queue_that_do_not_exist(how: dict[str, Any]) -> None:
+    bench = Bench()
+    with pytest.raises(RequestError, match=next(iter(how))):
+        bench.engine.add_request([1], **how)
+    assert not bench.engine.has_work
 
 
 def test_n_samples_of_one_prompt() -> None:
@@ -287,13 +284,31 @@ def test_pressure_changes_no_output() -> None:
 def test_stats_count() -> None:
     bench = Bench()
     bench.add([1] * 10, max_tokens=3, ignore_eos=True)
-    bench.add([1] * 5, max_tokens=2, ignore_eos=True, n=2)
+    bench.add([7] * 5, max_tokens=2, ignore_eos=True, n=2)
     bench.run()
     stats = bench.engine.stats
     assert (stats.requests, stats.prompt_tokens, stats.generated_tokens) == (2, 15, 7)
-    assert stats.computed_tokens == 10 + 2 + 2 * (5 + 1)
+    assert stats.computed_tokens == 10 + 2 + (5 + 1) + (1 + 1), "the second sample finds its prompt's first block"
     assert (stats.steps, stats.finished["length"]) == (3, 3)
-    assert stats.step_seconds > 0
+    assert stats.step_seconds > 0 and stats.driver_seconds > 0 and stats.model_seconds == pytest.approx(3e-6)
+
+
+def test_a_snapshot_says_what_is_there_and_what_was(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer, max_num_seqs=2, num_blocks=16)
+    prompts = [[number] * 9 for number in (1, 1, 8)]
+    for prompt in prompts:
+        bench.add(prompt, max_tokens=3, ignore_eos=True)
+    bench.engine.step()
+    now = bench.engine.snapshot()
+    assert (now.num_running, now.num_waiting, now.requests, now.prompt_tokens) == (2, 1, 3, 27)
+    assert now.kv_usage == 4 / 16, "two of their three blocks are the same two"
+    assert (now.prefix_queried_tokens, now.prefix_hit_tokens) == (18, 8)
+    bench.run()
+    later = bench.engine.snapshot()
+    assert (later.num_running, later.num_waiting, later.kv_usage, later.generated_tokens) == (0, 0, 0.0, 9)
+    assert (later.finished["length"], now.finished["length"], later.failure) == (3, 0, "")
+    bench.engine.close()
+    assert "closed" in bench.engine.snapshot().failure
 
 
 def test_times_are_in_order() -> None:
@@ -301,7 +316,8 @@ def test_times_are_in_order() -> None:
     req_id = bench.add([1], max_tokens=3, ignore_eos=True)
     first, *_, last = bench.run()[req_id]
     assert first.times.first_token is not None and last.times.finished is not None
-    assert first.times.arrived <= first.times.first_token <= last.times.finished
+    assert first.times.scheduled is not None
+    assert first.times.arrived <= first.times.scheduled <= first.times.first_token <= last.times.finished
     assert (first.times.finished, last.times.first_token) == (None, first.times.first_token)
 
 
@@ -316,40 +332,12 @@ def test_abort_frees_blocks_and_gives_what_there_is(tokenizer: Tokenizer) -> Non
     bench.engine.step()
     output, never_ran = bench.engine.abort(running), bench.engine.abort(waiting)
     assert output is not None and never_ran is not None
-    assert (output.text, output.finish_reason, output.finished) == ("H", "abort", True)
+    assert (output.text, output.finish_reason, output.finished) == ("H", "abort", True), "two tokens are under way"
     assert (never_ran.token_ids, never_ran.finish_reason) == ([], "abort")
     assert bench.engine.scheduler.pool.num_used == 0
     assert bench.engine.abort(running) is None and bench.engine.abort(99) is None
     assert bench.run()[other][-1].text == "abc"
     assert bench.engine.stats.finished == {"stop": 0, "length": 1, "abort": 3, "error": 0}
-
-
-def test_a_failed_rank_fails_every_request_and_ends_the_engine() -> None:
-    bench = Bench(max_num_seqs=2)
-    req_ids = [bench.add([1], max_tokens=5) for _ in range(4)]
-    bench.engine.step()
-    error = RankDiedError(rank=1, returncode=-9, stage="step 2")
-    bench.executor.failure = error
-    outputs = bench.engine.step()
-    assert [output.req_id for output in outputs] == req_ids
-    assert all(output.finished and output.finish_reason == "error" for output in outputs)
-    assert all("rank 1" in output.error and "SIGKILL" in output.error for output in outputs)
-    assert bench.engine.failure is error and not bench.engine.has_unfinished
-    for call in (bench.engine.step, lambda: bench.add([1])):
-        with pytest.raises(RankDiedError, match="SIGKILL"):
-            call()
-    assert bench.engine.abort(req_ids[0]) is None
-    bench.engine.close()
-
-
-def test_an_answer_to_another_step_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench()
-    bench.add([1], max_tokens=5)
-    monkeypatch.setattr(bench.executor, "collect", lambda: StepResult(7, ()))
-    [output] = bench.engine.step()
-    assert output.finish_reason == "error" and "step 7" in output.error
-    with pytest.raises(ProtocolError, match="step 7"):
-        bench.engine.step()
 
 
 def test_an_interrupted_step_ends_the_engine() -> None:

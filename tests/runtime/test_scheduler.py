@@ -4,93 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import pytest
 
-from runtime.block_pool import BlockPool
-from runtime.config import SamplingParams
 from runtime.errors import ProtocolError, RequestError
 from runtime.protocol import SampledToken, StepPlan, StepResult
-from runtime.request import Request, RequestStatus
-from runtime.scheduler import Scheduler
-from tests.runtime.fake_executor import FakeExecutor, expected_output
-
-VOCAB = 1000
-
-
-@dataclass
-class Bench:
-    """A scheduler and a fake executor of the same sizes, with a loop like the engine's; requests end by length only."""
-
-    num_blocks: int = 64
-    block_size: int = 4
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 32
-    requests: list[Request] = field(default_factory=list[Request])
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(
-            BlockPool(self.num_blocks, self.block_size),
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-        )
-        self.executor = FakeExecutor(
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            vocab_size=VOCAB,
-        )
-
-    def add(self, num_prompt: int, max_tokens: int) -> Request:
-        req_id = len(self.requests)
-        prompt = tuple((req_id * 101 + position * 13) % VOCAB for position in range(num_prompt))
-        request = Request(req_id, prompt, SamplingParams(max_tokens=max_tokens, seed=req_id))
-        self.scheduler.add(request)
-        self.requests.append(request)
-        return request
-
-    def submit(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.executor.submit(plan)
-        return plan
-
-    def collect(self) -> None:
-        for request, token in self.scheduler.update(self.executor.collect()):
-            assert not token.error
-            if len(request.output_token_ids) == request.sampling.max_tokens:
-                self.scheduler.finish(request)
-
-    def step(self) -> StepPlan | None:
-        plan = self.submit()
-        if plan is not None:
-            self.collect()
-        return plan
-
-    def run(self, at_most: int = 10_000) -> list[StepPlan]:
-        plans: list[StepPlan] = []
-        while (plan := self.step()) is not None:
-            plans.append(plan)
-            assert len(plans) < at_most, "the scheduler goes in circles"
-        return plans
-
-    def check_outputs(self) -> None:
-        for request in self.requests:
-            expected = expected_output(request.prompt_token_ids, request.sampling, VOCAB, request.sampling.max_tokens)
-            assert request.output_token_ids == expected, f"request {request.req_id}"
-        assert all(request.status is RequestStatus.FINISHED for request in self.requests)
-        assert self.scheduler.pool.num_used == self.scheduler.num_running == self.scheduler.num_waiting == 0
-
-
-def shares(plan: StepPlan | None) -> dict[int, int]:
-    return {} if plan is None else {share.req_id: share.num_tokens for share in plan.scheduled}
+from runtime.request import RequestStatus
+from tests.runtime.scheduler_bench import Bench, shares
 
 
 def test_one_request_step_by_step() -> None:
     bench = Bench(block_size=4)
-    bench.add(num_prompt=6, max_tokens=4)
+    bench.add(6, max_tokens=4)
     plans = bench.run()
     assert [shares(plan) for plan in plans] == [{0: 6}, {0: 1}, {0: 1}, {0: 1}]
     assert [len(plan.new) for plan in plans] == [1, 0, 0, 0]
@@ -263,6 +188,7 @@ def test_workers_hear_of_an_end_with_the_next_plan() -> None:
 def test_steps_can_be_planned_before_the_last_has_ended(make: Callable[[], Bench], ahead: int) -> None:
     """So many plans are always under way while the next is made: nothing comes out differently."""
     bench = make()
+    bench.executor.max_outstanding = ahead + 1
     generator = random.Random(6)
     while len(bench.requests) < 40:
         bench.add(generator.randrange(1, 12), generator.randrange(1, 28))
@@ -287,6 +213,172 @@ def test_an_end_found_while_the_next_step_runs_is_ignored_there() -> None:
     assert len(first.output_token_ids) == 1
     bench.requests = [second]
     bench.run()
+    bench.check_outputs()
+
+
+# ---- priorities
+
+
+def test_better_priorities_start_first_and_equals_as_they_came() -> None:
+    bench = Bench(max_num_seqs=1)
+    for priority in (3, 0, -2, 3, 0, -2):
+        bench.add(3, 2, priority=priority)
+    assert [new.req_id for plan in bench.run() for new in plan.new] == [2, 5, 1, 4, 0, 3]
+    bench.check_outputs()
+
+
+def test_the_worst_priority_is_preempted_whenever_it_came() -> None:
+    bench = Bench(num_blocks=8, block_size=2, max_num_seqs=3)
+    for priority in (0, 5, 1):
+        bench.add(3, 8, priority=priority)
+    dropped = [req_id for plan in bench.run() for req_id in plan.dropped]
+    assert dropped[0] == 1 and bench.requests[0].num_preemptions == 0
+    bench.check_outputs()
+
+
+def test_a_better_priority_gets_the_tokens_of_a_step_before_a_running_prefill() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.add(30, 2, priority=1)
+    assert shares(bench.step()) == {0: 8}
+    bench.add(12, 2)
+    assert [shares(bench.step()) for _ in range(3)] == [{1: 8}, {1: 4, 0: 4}, {1: 1, 0: 7}]
+    bench.run()
+    bench.check_outputs()
+
+
+def test_a_better_priority_that_does_not_fit_is_not_overtaken() -> None:
+    bench = Bench(num_blocks=10, block_size=4)
+    bench.add(20, 8, priority=2)
+    bench.step()
+    bench.add(30, 4, priority=1)
+    for _ in range(20):
+        bench.add(1, 2, priority=1)
+    assert [new.req_id for plan in bench.run() for new in plan.new] == list(range(1, 22))
+    bench.check_outputs()
+
+
+# ---- samples of one prompt
+
+
+def test_samples_start_when_the_first_has_computed_the_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=16)
+    leader = bench.add(41, 3)
+    for _ in range(2):
+        bench.add(leader.prompt_token_ids, 3, leader=leader)
+    plans = bench.run()
+    # The prompt is computed once, its last token by each of them.
+    assert [shares(plan) for plan in plans[:3]] == [{0: 16}, {0: 16}, {0: 9, 1: 1, 2: 1}]
+    assert [request.num_cached for request in bench.requests] == [0, 40, 40]
+    bench.check_outputs()
+
+
+def test_a_sample_waits_for_its_leader_and_others_go_ahead() -> None:
+    bench = Bench(max_num_batched_tokens=16)
+    leader = bench.add(30, 3, priority=3)
+    sample = bench.add(leader.prompt_token_ids, 3, leader=leader)
+    other = bench.add(3, 3, priority=1)
+    assert shares(bench.step()) == {other.req_id: 3, leader.req_id: 13}
+    assert shares(bench.step()) == {other.req_id: 1, leader.req_id: 15}
+    assert sample.status is RequestStatus.WAITING
+    bench.run()
+    assert sample.num_cached == 28
+    bench.check_outputs()
+
+
+def test_a_sample_whose_leader_has_ended_starts() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    leader = bench.add(20, 3)
+    sample = bench.add(leader.prompt_token_ids, 3, leader=leader)
+    bench.step()
+    bench.scheduler.finish(leader)
+    bench.run()
+    assert sample.num_cached == 8
+    bench.requests = [sample]
+    bench.check_outputs()
+
+
+def test_a_preempted_leader_holds_up_nobody_for_ever() -> None:
+    bench = Bench(num_blocks=9, block_size=2, max_num_seqs=4, max_num_batched_tokens=4)
+    bench.add(4, 14, priority=0)
+    leader = bench.add(7, 6, priority=9)
+    bench.add(leader.prompt_token_ids, 6, leader=leader, priority=1)
+    bench.add(leader.prompt_token_ids, 6, leader=leader, priority=9)
+    bench.run()
+    assert leader.num_preemptions > 0
+    bench.check_outputs()
+
+
+# ---- a group that was started again
+
+
+@pytest.mark.parametrize("under_way", [0, 1, 2])
+def test_after_a_reset_everything_is_said_again_to_workers_who_know_nothing(under_way: int) -> None:
+    bench = crowded(random.Random(8))
+    for _ in range(12):
+        bench.step()
+    for _ in range(under_way):
+        assert bench.submit() is not None
+    ended = bench.unfinished[0]
+    bench.scheduler.finish(ended)  # The old workers would have been told.
+    last_step = bench.executor.plans[-1].step_id
+    said = {request.req_id: list(request.output_token_ids) for request in bench.unfinished}
+    evictions = bench.scheduler.pool.evictions
+    bench.restart()
+    assert bench.scheduler.num_running == 0 and bench.scheduler.num_waiting == len(said)
+    plan = bench.step()
+    assert plan is not None and plan.step_id == last_step + 1 and plan.dropped == ()
+    assert [new.num_computed for new in plan.new] == [0] * len(plan.new)
+    assert [new.req_id for new in plan.new] == sorted(said)[: len(plan.new)], "in order of arrival, as ever"
+    bench.run()
+    assert bench.scheduler.pool.evictions >= evictions
+    assert all(bench.requests[req_id].output_token_ids[: len(tokens)] == tokens for req_id, tokens in said.items())
+    bench.requests.remove(ended)
+    bench.check_outputs()
+
+
+def test_nothing_found_before_a_reset_is_found_after_it() -> None:
+    """Also not what a plan would have computed that was under way."""
+    bench = Bench()
+    first = bench.add(20, 4)
+    bench.submit()
+    bench.restart()
+    second = bench.add(first.prompt_token_ids, 4)
+    plan = bench.step()
+    assert plan is not None and [new.num_computed for new in plan.new] == [0, 16], "the second finds the first's"
+    bench.run()
+    assert (first.num_cached, second.num_cached) == (0, 16)
+    assert (bench.scheduler.pool.queried_tokens, bench.scheduler.pool.hit_tokens) == (40, 16), "counters never fall"
+    bench.check_outputs()
+
+
+def test_a_smaller_pool_after_a_reset_refuses_who_no_longer_fits() -> None:
+    bench = Bench(num_blocks=10, block_size=4)
+    large, small = bench.add(20, 8), bench.add(3, 4)
+    bench.step()
+    bench.restart(num_blocks=5)
+    with pytest.raises(RequestError, match=r"needs 7 KV blocks .* has 5"):
+        bench.scheduler.check(large)
+    bench.scheduler.check(small)
+    bench.scheduler.finish(large)
+    bench.run()
+    bench.requests = [small]
+    bench.check_outputs()
+
+
+def test_a_preempted_request_starts_again_only_when_its_tokens_are_back() -> None:
+    bench = Bench(num_blocks=7, block_size=2)
+    first, second = bench.add(3, 10), bench.add(5, 8)
+    while not second.num_preemptions:
+        bench.submit()
+        if bench.executor.num_outstanding == 2 and not second.num_preemptions:
+            bench.collect()
+    assert second.num_pending == 1
+    bench.scheduler.finish(first)  # Now there is room.
+    assert bench.submit() is None, "its last token is unknown here, so nobody could be told where to go on"
+    while bench.executor.num_outstanding:
+        bench.collect()
+    bench.run()
+    bench.requests = [second]
     bench.check_outputs()
 
 

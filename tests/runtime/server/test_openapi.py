@@ -1,0 +1,59 @@
+"""The published schema, fuzzed: schemathesis makes valid and invalid requests of it and judges the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from tests.runtime.server.running import Running, running
+
+EXAMPLES = {"/v1/completions": 30, "/v1/chat/completions": 30, "/tokenize": 10, "/detokenize": 10}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(max_model_len=48, num_blocks=100) as made:  # Short, since examples ask for as many tokens as they can.
+        yield made
+        assert made.get("/health").status == 200
+
+
+@pytest.fixture(scope="module")
+def schema(server: Running) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def fuzz(operation: Any, mode: GenerationMode, examples: int) -> None:
+    @settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        # What the schema allows may still contradict itself, or be too long for the model: then it is 400.
+        case.call_and_validate(excluded_checks=[positive_data_acceptance])
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
+    fuzz(schema[path]["POST"], mode, EXAMPLES[path])
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/metrics", "/version"])
+def test_what_takes_no_body(schema: Any, path: str) -> None:
+    fuzz(schema[path]["GET"], GenerationMode.POSITIVE, 5)
+
+
+def test_everything_is_published(server: Running) -> None:
+    paths = server.get("/openapi.json").json["paths"]
+    assert {*EXAMPLES, "/v1/models", "/health", "/ping", "/metrics", "/version"} <= set(paths)
+    body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "prompt" in body["properties"] and body["additionalProperties"] is False

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.roofline import decode_step_bytes, read_bandwidth
 from launch.llm import LLM
@@ -15,6 +15,18 @@ from runtime.config import SamplingParams
 
 REPEATS = 3
 """Each figure is the median of so many runs, after one that warms up."""
+
+
+DETAILS = ("forward", "ops", "overhead", "driver_channel", "driver_cpu")
+"""Milliseconds of a decode step that a row may have."""
+
+
+class _Times(NamedTuple):
+    """Seconds of a run, or of one step of it: all in all, rank 0's own, and the driver's CPU time."""
+
+    wall: float
+    model: float
+    driver: float
 
 
 def bench_latency(
@@ -26,6 +38,11 @@ def bench_latency(
     second are ``prompt_tokens * batch / time of the first``. The roofline fraction is the time that reading every
     weight once would take at this machine's memory bandwidth, measured here too, over the time of a decode step. On the
     CPU, ``overhead_ms`` is the forward pass less the time within its ops.
+
+    ``driver_channel_ms`` is the time of a decode step less rank 0's own time for it (preparing, forward pass,
+    sampling): what driver and channel cost a step. ``driver_cpu_ms`` is the CPU time that the driver works for one: it
+    schedules, packs, sends, unpacks and takes the result. As long as the ranks have a plan waiting, most of the second
+    is not part of the first.
     """
     with LLM(model, **engine) as llm:
         random_state = random.Random(0)
@@ -36,10 +53,12 @@ def bench_latency(
         rows: list[dict[str, Any]] = []
         for batch in batches:
             _run(llm, prompts[:batch], min(new_tokens, 4))
-            first = statistics.median(_run(llm, prompts[:batch], 1) for _ in range(REPEATS))
-            total = statistics.median(_run(llm, prompts[:batch], new_tokens) for _ in range(REPEATS))
-            step = (total - first) / max(1, new_tokens - 1)
-            rows.append({"batch": batch, "first": first, "step": step, **_inside(llm, new_tokens)})
+            first = _median([_run(llm, prompts[:batch], 1) for _ in range(REPEATS)])
+            total = _median([_run(llm, prompts[:batch], new_tokens) for _ in range(REPEATS)])
+            step = _Times(*((a - b) / max(1, new_tokens - 1) for a, b in zip(total, first, strict=True)))
+            rows.append({"batch": batch, "first": first.wall, "step": step.wall, **_inside(llm, new_tokens)})
+            if new_tokens > 1:
+                rows[-1] |= {"driver_channel": step.wall - step.model, "driver_cpu": step.driver}
         step_bytes = decode_step_bytes(inspect_checkpoint(llm.config.model), llm.model_config, llm.config.dtype)
         config, size = llm.config, llm.config.tensor_parallel_size
     # The ranks are gone: nothing else reads memory while its bandwidth is measured.
@@ -58,7 +77,7 @@ def bench_latency(
             "mode": config.cudagraph_mode,
             "dtype": config.dtype,
             "decode_step_ms": round(1e3 * row["step"], 3),
-            **{f"{name}_ms": round(1e3 * row[name], 3) for name in ("forward", "ops", "overhead") if name in row},
+            **{f"{name}_ms": round(1e3 * row[name], 3) for name in DETAILS if name in row},
             "memory_bandwidth_gb_per_s": round(bandwidth / 1e9, 1),
         }
 
@@ -71,9 +90,17 @@ def _inside(llm: LLM, new_tokens: int) -> dict[str, float]:
     return {**found, "overhead": found["forward"] - found["ops"]}
 
 
-def _run(llm: LLM, prompts: list[list[int]], new_tokens: int) -> float:
-    """Seconds to continue the prompts greedily by exactly so many tokens."""
+def _run(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Times:
+    """Continue the prompts greedily by exactly so many tokens."""
     params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    before = llm.engine.snapshot()
     started = time.perf_counter()
     llm.generate(prompts, params)
-    return time.perf_counter() - started
+    wall = time.perf_counter() - started
+    after = llm.engine.snapshot()
+    return _Times(wall, after.model_seconds - before.model_seconds, after.driver_seconds - before.driver_seconds)
+
+
+def _median(runs: Sequence[_Times]) -> _Times:
+    """Of each figure by itself."""
+    return _Times(*map(statistics.median, zip(*runs, strict=True)))

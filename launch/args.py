@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
-from runtime.config import EngineConfig, SamplingParams, checked_fields
+from runtime.config import EngineConfig, SamplingParams, StructuredOutputs, checked_fields
 from runtime.errors import ConfigError, InputError
 
 CLI_MAX_TOKENS = 128
@@ -105,18 +106,21 @@ def add_engine_flags(parser: Parser) -> None:
     _add_flags(parser.add_argument_group("engine"), EngineConfig, {})
 
 
-def add_sampling_flags(parser: Parser) -> None:
+def add_sampling_flags(parser: Parser, *, max_tokens: int = CLI_MAX_TOKENS) -> None:
     """A flag for every field of SamplingParams that has one; ``--seed`` comes with the engine's and serves both."""
-    _add_flags(parser.add_argument_group("sampling"), SamplingParams, {"max_tokens": CLI_MAX_TOKENS})
+    _add_flags(parser.add_argument_group("sampling"), SamplingParams, {"max_tokens": max_tokens})
 
 
-def read_settings(namespace: argparse.Namespace, parser: Parser, *, sampling: bool = True) -> Settings:
+def read_settings(
+    namespace: argparse.Namespace, parser: Parser, *, sampling: bool = True, max_tokens: int = CLI_MAX_TOKENS
+) -> Settings:
     """Merge flags over the --config file and check every value.
 
     Args:
         namespace: what ``parser`` gave.
         parser: for its errors.
         sampling: whether this command has sampling flags; if not, such keys of the file are unknown.
+        max_tokens: of a request, unless flag or file say otherwise.
 
     Raises:
         InputError: no MODEL, an unreadable file, an unknown key, a value out of range.
@@ -128,11 +132,63 @@ def read_settings(namespace: argparse.Namespace, parser: Parser, *, sampling: bo
         parser.error("MODEL is missing: a folder with a checkpoint, or demo; give it before the flags")
     engine = {name: value for name, value in given.items() if name in _field_names(EngineConfig)}
     EngineConfig(model=str(model), **engine)  # raises ConfigError here, before anything is started
-    request: dict[str, Any] = {"max_tokens": CLI_MAX_TOKENS} if sampling else {}
+    request: dict[str, Any] = {"max_tokens": max_tokens} if sampling else {}
     request |= {name: value for name, value in given.items() if name in _field_names(SamplingParams)}
     if sampling and "seed" in engine:
         request["seed"] = engine["seed"]
     return Settings(model=str(model), engine=engine, sampling=SamplingParams(**request))
+
+
+def add_structured_flags(parser: Parser) -> None:
+    """``--json-schema`` and ``--regex``: what the output has to match."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="SCHEMA", help="the output is JSON of this schema: its text, or the file that holds it"
+    )
+    group.add_argument("--regex", metavar="PATTERN", help="this regular expression matches the whole output")
+
+
+def read_structured(namespace: argparse.Namespace) -> StructuredOutputs | None:
+    """What the flags of :func:`add_structured_flags` ask for, None if nothing.
+
+    Raises:
+        InputError: the schema is neither JSON nor a file that holds some.
+    """
+    if namespace.regex is not None:
+        return StructuredOutputs(regex=namespace.regex)
+    given: str | None = namespace.json_schema
+    if given is None:
+        return None
+    text, source = given, "--json-schema"
+    if not given.lstrip().startswith(("{", "true", "false")):
+        source = f"--json-schema {given}"
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{source}: {error.strerror}; give a JSON schema, or a file that holds one") from None
+        except UnicodeDecodeError:
+            raise InputError(f"{source} is not UTF-8; give a file of JSON") from None
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{source} is not JSON: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise InputError(f"{source} is a JSON {type(schema).__name__}; a schema is an object such as {{}}")
+    return StructuredOutputs(json=text)
+
+
+def engine_arguments(engine: Mapping[str, Any]) -> list[str]:
+    """The flags that say what ``engine`` says, for a command line of ours: :func:`read_settings` backwards."""
+    words: list[str] = []
+    for name, value in engine.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, tuple):
+            words += [flag, ",".join(str(part) for part in cast("tuple[Any, ...]", value))]
+        elif value is not None:  # None is every such field's default, so leaving it out says it.
+            words.append(f"{flag}={value}")
+    return words
 
 
 def whole_number(text: str) -> int:

@@ -35,7 +35,10 @@ class _Command:
 
 COMMANDS = {
     "generate": _Command("launch.commands.generate", "continue prompts, or answer them as a chat"),
-    "bench": _Command("launch.commands.bench", "measure: latency, startup, collectives, ops"),
+    "chat": _Command("launch.commands.chat", "talk with a model in the terminal"),
+    "serve": _Command("launch.commands.serve", "answer HTTP requests with OpenAI's API"),
+    "run-batch": _Command("launch.commands.run_batch", "carry out a file of OpenAI requests"),
+    "bench": _Command("launch.commands.bench", "measure: latency, throughput, serve, startup, collectives, ops"),
     "launch": _Command("launch.commands.launch", "run a command under torchrun, on one node or several"),
     "doctor": _Command("launch.commands.doctor", "look for what is wrong with this machine"),
 }

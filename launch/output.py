@@ -14,8 +14,13 @@ class OutputClosed(Exception):
 
 def write_line(text: str) -> None:
     """Write one line to stdout at once. Raises :class:`OutputClosed` if its reader is gone."""
+    write_text(text + "\n")
+
+
+def write_text(text: str) -> None:
+    """Write a piece of text to stdout at once, as it is. Raises :class:`OutputClosed` if its reader is gone."""
     try:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes stdout once more when it ends, and would complain: give it somewhere to flush to.

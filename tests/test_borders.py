@@ -47,9 +47,7 @@ def test_runtime_can_be_imported_without_torch() -> None:
 
 @pytest.mark.slow
 def test_everything_can_be_imported_without_the_optional_libraries() -> None:
-    optional = (
-        "ray,transformers,accelerate,gguf,fastapi,uvicorn,starlette,prometheus_client,llguidance,matplotlib,triton"
-    )
+    optional = "ray,transformers,accelerate,gguf,fastapi,pydantic,uvicorn,starlette,prometheus_client,llguidance,matplotlib,triton"
     done = run_python(IMPORT_EVERYTHING, optional, *FOLDERS)
     assert done.returncode == 0, done.stderr
 
@@ -63,6 +61,9 @@ def test_everything_can_be_imported_without_the_optional_libraries() -> None:
         "from launch.cli import main; assert main(['bench', 'latency', '--help']) == 0",
         "from launch.cli import main; assert main(['launch', '--help']) == 0",
         "from launch.cli import main; assert main(['doctor', '--help']) == 0",
+        "from launch.cli import main; assert main(['serve', '--help']) == 0",
+        "from launch.cli import main; assert main(['chat', '--help']) == 0",
+        "from launch.cli import main; assert main(['run-batch', '--help']) == 0",
     ],
 )
 def test_the_api_and_every_help_load_no_torch(code: str) -> None:

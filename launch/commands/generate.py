@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.args import CLI_MAX_TOKENS, Parser, Settings, add_engine_flags, add_model, add_sampling_flags, read_settings
+from launch.args import (
+    CLI_MAX_TOKENS,
+    Parser,
+    Settings,
+    add_engine_flags,
+    add_model,
+    add_sampling_flags,
+    add_structured_flags,
+    read_settings,
+    read_structured,
+)
 from launch.output import write_json, write_line
 from runtime.errors import InputError, RequestError
 
@@ -36,6 +47,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--chat", action="store_true", help="give each prompt as a user's message to the chat template")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    add_structured_flags(parser)
     add_sampling_flags(parser)
     add_engine_flags(parser)
     return parser
@@ -46,6 +58,12 @@ def check(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     parser = build_parser()
     arguments = parser.parse(argv)
     settings = read_settings(arguments, parser)
+    if (wanted := read_structured(arguments)) is not None:
+        from runtime.structured import check_structured  # It needs llguidance, which comes with the serve extra.
+
+        check_structured(wanted)
+        sampling = dataclasses.replace(settings.sampling, structured_outputs=wanted)
+        settings = dataclasses.replace(settings, sampling=sampling)
     if arguments.prompt is None and arguments.prompts_file is None:
         parser.error("nothing to generate from: give --prompt TEXT or --prompts-file FILE")
     return arguments, settings

@@ -8,12 +8,13 @@ import io
 from collections.abc import Callable, Sequence
 
 from launch.args import UsageError, nearest
-from launch.commands import bench, generate
+from launch.commands import bench, generate, run_batch, serve
 from launch.output import write_line
 
 HELP = """usage: lockstep launch [torchrun's flags] -- COMMAND ...
 
-Start the ranks as torchrun does and run COMMAND (generate, bench) on them. Every flag of torchrun is taken:
+Start the ranks as torchrun does and run COMMAND (generate, serve, run-batch, bench) on them.
+Every flag of torchrun is taken:
   --nproc-per-node N      processes on each node: tensor-parallel ranks in all = nodes x N
   --nnodes N              number of nodes (default: 1); run the same command on each
   --node-rank N           which node this is, from 0
@@ -24,7 +25,12 @@ Start the ranks as torchrun does and run COMMAND (generate, bench) on them. Ever
 For example, two ranks on this machine:
   lockstep launch --nproc-per-node 2 -- generate demo --tensor-parallel-size 2 --prompt Hello"""
 
-_CHECKS: dict[str, Callable[[Sequence[str]], object]] = {"generate": generate.check, "bench": bench.check}
+_CHECKS: dict[str, Callable[[Sequence[str]], object]] = {
+    "generate": generate.check,
+    "serve": serve.check,
+    "run-batch": run_batch.check,
+    "bench": bench.check,
+}
 
 
 def run(argv: Sequence[str]) -> int:

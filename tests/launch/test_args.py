@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.args import CLI_MAX_TOKENS, Parser, Settings, UsageError, read_settings
-from launch.commands.generate import build_parser
-from runtime.config import EngineConfig, SamplingParams
+from launch.args import CLI_MAX_TOKENS, Parser, Settings, UsageError, engine_arguments, read_settings
+from launch.commands.generate import build_parser, check
+from runtime.config import EngineConfig, SamplingParams, StructuredOutputs
 from runtime.errors import ConfigError, InputError, RequestError
 
 
@@ -156,3 +156,59 @@ def test_abbreviated_flags_are_unknown() -> None:
     parser.add_argument("--number")
     with pytest.raises(UsageError, match=r"unknown flag --num; did you mean --number\?"):
         parser.parse(["--num", "3"])
+
+
+def structured(*argv: str) -> StructuredOutputs | None:
+    return check(["demo", "--prompt", "x", *argv])[1].sampling.structured_outputs
+
+
+def test_structured_output_flags(tmp_path: Path) -> None:
+    file = tmp_path / "schema.json"
+    file.write_text('{"type": "integer"}')
+    assert structured() is None
+    assert structured("--regex", "[a-z]+") == StructuredOutputs(regex="[a-z]+")
+    assert structured("--json-schema", str(file)) == StructuredOutputs(json='{"type": "integer"}')
+    assert structured("--json-schema", ' {"type": "string"}') == StructuredOutputs(json=' {"type": "string"}')
+    assert structured("--json-schema", "true") == StructuredOutputs(json="true")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--json-schema", '{"type"'], "--json-schema is not JSON"),
+        (["--json-schema", "nowhere.json"], "--json-schema nowhere.json: No such file or directory"),
+        (["--json-schema", "LIST"], "LIST is a JSON list; a schema is an object"),
+        (["--json-schema", "BYTES"], "BYTES is not UTF-8"),
+        (["--json-schema", "{" * 100_000], "--json-schema is not JSON"),
+        (["--json-schema", "{}", "--regex", "a"], "--regex: not allowed with argument --json-schema"),
+        (["--regex", "((("], "invalid regex"),
+        (["--json-schema", '{"type": "no such"}'], "structured output"),
+        (["--regex", ""], "regex takes a text that is not empty"),
+        (["--regex", "a", "--min-tokens", "3"], "min_tokens and structured_outputs contradict each other"),
+    ],
+)
+def test_wrong_structured_output_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], message: str
+) -> None:
+    (tmp_path / "LIST").write_text("[]")
+    (tmp_path / "BYTES").write_bytes(b"\xff")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as refused:
+        structured(*argv)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_engine_arguments_are_read_back_as_they_were() -> None:
+    engine = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": "local",
+        "gpu_memory_utilization": 0.5,
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "cudagraph_capture_sizes": (1, 2, 8),
+        "optimization_level": 1,
+        "quantization": "-x",
+    }
+    assert settings(*engine_arguments(engine)).engine == engine
+    assert settings(*engine_arguments({"max_model_len": None})).engine == {}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ import pytest
 import launch.spmd
 from launch import cli
 from launch.commands.launch import torchrun_arguments
-from runtime.config import SamplingParams
+from runtime.config import SamplingParams, StructuredOutputs
 from runtime.errors import CheckpointError, LockstepError, RankDiedError, RankRaisedError
 from runtime.request import CompletionOutput, RequestOutput, RequestTimes, TokenLogprob, Transcript
 
@@ -30,7 +30,7 @@ def answer(index: int, prompt: str, params: SamplingParams) -> RequestOutput:
     """What a model that repeats its prompt in capitals would give."""
     tokens = [ord(character) for character in prompt.upper()]
     logprobs = [TokenLogprob(token, -0.5, ((token, -0.5),)) for token in tokens]
-    transcript = Transcript(tokens, [prompt.upper()], logprobs)
+    transcript = Transcript(tokens, [prompt.upper()], None if params.logprobs is None else logprobs)
     failed = prompt == "fail"
     samples = tuple(
         CompletionOutput(
@@ -40,7 +40,6 @@ def answer(index: int, prompt: str, params: SamplingParams) -> RequestOutput:
             num_texts=1,
             finish_reason="error" if failed else "stop",
             error="its logits were not finite" if failed else "",
-            new_logprobs=None if params.logprobs is None else (),
         )
         for sample in range(params.n)
     )
@@ -169,19 +168,27 @@ def test_prompts_from_standard_input(llm: type[FakeLLM], lockstep: Lockstep, mon
     ("argv", "message"),
     [
         ([], "a command is missing"),
-        (["generat"], "unknown command 'generat'; there are generate, bench, launch, doctor; did you mean generate?"),
+        (["generat"], f"unknown command 'generat'; there are {', '.join(cli.COMMANDS)}; did you mean generate?"),
         (["generate", "demo"], "nothing to generate from: give --prompt TEXT or --prompts-file FILE"),
         (["generate", "demo", "--promt", "x"], "unknown flag --promt; did you mean --prompt?"),
         (["generate", "demo", "--prompts-file", "/nowhere"], "--prompts-file /nowhere: No such file or directory"),
         (["generate", "demo", "--prompts-file", "/dev/null"], "--prompts-file /dev/null holds no prompt"),
         (["generate", "demo", "--prompt", "\udcff"], "prompt 0 is not valid UTF-8"),
-        (["bench"], "what to measure is missing: one of latency, startup, collectives, ops"),
+        (["bench"], "what to measure is missing: one of latency, throughput, serve, startup, collectives, ops"),
         (["bench", "latency", "demo", "--batch", "0"], "--batch 0"),
         (["bench", "latency", "demo", "--temperature", "0"], "unknown flag --temperature"),
         (["bench", "startup"], "MODEL is missing"),
+        (["bench", "serve"], "MODEL is missing"),
+        (["bench", "serve", "demo", "--request-rate", "1", "0"], "--request-rate: '0' is neither a number above 0 nor"),
+        (["bench", "serve", "demo", "--request-rate", "nan"], "'nan' is neither a number above 0 nor inf"),
+        (["bench", "serve", "demo", "--api-key", "x"], "--api-key goes with --base-url"),
+        (["bench", "serve", "--base-url", "http://a", "-tp", "2"], "tensor_parallel_size is a setting of a server's"),
+        (["bench", "serve", "demo", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: there is no folder /nowhere"),
+        (["bench", "throughput", "demo", "--input-len", "9-3"], "'9-3': the first number is the smaller one"),
+        (["bench", "throughput", "demo", "--output-len", "0"], "'0' is not a whole number from 1 up"),
         (["bench", "collectives", "-tp", "1"], "a collective needs 2 ranks or more"),
         (["launch", "--nproc-per-node", "2"], "a command is missing"),
-        (["launch", "--", "doctor"], "'doctor' cannot be launched; allowed: generate, bench"),
+        (["launch", "--", "doctor"], "'doctor' cannot be launched; allowed: generate, serve, run-batch, bench"),
         (["launch", "--", "generate", "demo", "--promt", "x"], "unknown flag --promt"),
         (["doctor", "--jsn"], "unknown flag --jsn; did you mean --json?"),
     ],
@@ -231,9 +238,10 @@ def test_sigterm_unwinds(llm: type[FakeLLM], lockstep: Lockstep, monkeypatch: py
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("command", [["--help"], ["generate", "--help"], ["bench", "--help"], ["launch", "-h"]])
-def test_help(lockstep: Lockstep, command: list[str]) -> None:
-    code, out, err = lockstep(*command)
+@pytest.mark.parametrize("command", ["--help", "generate --help", "chat --help", "run-batch --help", "bench --help",
+    "bench throughput --help", "bench serve --help", "launch -h"])  # fmt: skip
+def test_help(lockstep: Lockstep, command: str) -> None:
+    code, out, err = lockstep(*command.split())
     assert (code, err) == (0, "")
     assert out.startswith("usage: lockstep")
 
@@ -282,6 +290,105 @@ def test_bench_startup_prints_its_one_row(lockstep: Lockstep, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "benchmarks.startup", module)
     code, out, _ = lockstep("bench", "startup", "demo", "-O1", "--json")
     assert (code, json.loads(out)) == (0, {"model": "demo", "optimization_level": 1})
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
+    """Put ``functions`` in the place of a module of ``benchmarks``."""
+    stand_in = types.ModuleType(module)
+    vars(stand_in).update(functions)
+    monkeypatch.setitem(sys.modules, module, stand_in)
+
+
+def test_bench_throughput_passes_its_arguments_and_fails_with_its_requests(
+    lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def bench_throughput(model: str, engine: dict[str, Any], **how: Any) -> dict[str, Any]:
+        seen.update(model=model, engine=engine, **how)
+        return {"requests_per_s": 1.5, "errors": len(seen["engine"]) - 1}
+
+    bench(monkeypatch, "benchmarks.throughput", bench_throughput=bench_throughput)
+    code, out, _ = lockstep("bench", "throughput", "demo", "--seed", "3", "--input-len", "5-9", "--json")
+    assert (code, json.loads(out)) == (0, {"requests_per_s": 1.5, "errors": 0})
+    work = {"num_prompts": 64, "input_len": (5, 9), "output_len": (16, 64), "seed": 3}
+    assert seen == {"model": "demo", "engine": {"seed": 3}, **work}
+    code, out, _ = lockstep("bench", "throughput", "demo", "-tp", "2", "--seed", "3", "--input-len", "5")
+    assert (code, seen["input_len"]) == (1, (5, 5))
+    assert "requests_per_s           1.5" in out
+
+
+def test_bench_serve_passes_its_arguments(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[tuple[Any, ...]] = []
+    bench(
+        monkeypatch, "benchmarks.serve", Load=lambda **load: load,
+        bench_serve=lambda *given, **options: calls.append((*given, options)) or [{"errors": 0}],
+    )  # fmt: skip
+    monkeypatch.delenv("LOCKSTEP_API_KEY", raising=False)
+    plot = str(tmp_path / "a.png")
+    argv = ["--request-rate", "0.5", "inf", "--concurrency", "4", "--num-prompts", "8", "--plot", plot, "-tp", "2"]
+    assert lockstep("bench", "serve", "demo", *argv)[0] == 0
+    monkeypatch.setenv("LOCKSTEP_API_KEY", "secret")
+    assert lockstep("bench", "serve", "--base-url", "http://a:1/", "--seed", "2")[0] == 0
+    work = {"input_len": (16, 128), "output_len": (16, 64)}
+    assert calls == [
+        (
+            "demo",
+            {"tensor_parallel_size": 2},
+            {"rates": (0.5, float("inf")), "num_prompts": 8, "concurrency": 4, "seed": 0, **work},
+            {"base_url": "", "api_key": "", "plot": plot},
+        ),
+        (
+            "",
+            {"seed": 2},
+            {"rates": (float("inf"),), "num_prompts": 64, "concurrency": 0, "seed": 2, **work},
+            {"base_url": "http://a:1", "api_key": "secret", "plot": ""},
+        ),
+    ]
+
+
+def test_a_plot_needs_matplotlib(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = lockstep("bench", "serve", "demo", "--plot", "a.png")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--plot needs matplotlib, which is not installed: pip install 'lockstep[plot]'" in err
+
+
+def test_a_bench_that_cannot_print_lets_go_of_what_it_started(
+    lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[bool] = []
+
+    def bench_serve(*_: Any, **__: Any) -> Iterator[dict[str, Any]]:
+        try:
+            yield {"errors": 0}
+            yield {"errors": 0}
+        finally:
+            closed.append(True)
+
+    bench(monkeypatch, "benchmarks.serve", Load=dict, bench_serve=bench_serve)
+    kept: list[object] = []  # As a traceback would keep it.
+
+    def write_line(text: str) -> None:
+        kept.append(sys._getframe(1))
+        raise LockstepError("the disk is full")
+
+    monkeypatch.setattr("launch.commands.bench.write_line", write_line)
+    assert lockstep("bench", "serve", "demo")[0] == 1
+    assert closed == [True]
+
+
+def test_generate_asks_for_structured_output(llm: type[FakeLLM], lockstep: Lockstep) -> None:
+    asked: list[SamplingParams] = []
+    generate = llm.generate
+
+    def remember(self: FakeLLM, prompts: Sequence[str], params: SamplingParams, **how: Any) -> list[RequestOutput]:
+        asked.append(params)
+        return generate(self, prompts, params, **how)
+
+    llm.generate = remember
+    assert lockstep("generate", "demo", "--prompt", "x", "--regex", "[ab]+")[0] == 0
+    assert asked[0].structured_outputs == StructuredOutputs(regex="[ab]+")
 
 
 def test_launch_hands_over_torchruns_arguments(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def _make_runner(job: Job, sizes: Sizes, report: Report) -> RandomRunner:
         max_num_seqs=most,
         max_num_batched_tokens=most * sizes.prompt_tokens,
         cudagraph_capture_sizes=sizes.batches,
-        cache_dir=str(job.folder / "cache"),
+        cache_dir=job.cache,
     )
     runner = RandomRunner(
         resolve(config, model, device=job.device, executor="local"),

@@ -40,6 +40,11 @@ class Job:
     compile: bool
 
     @property
+    def cache(self) -> str:
+        """Compiled code, for all sections of a check."""
+        return str(self.folder.parent / "cache")
+
+    @property
     def on_gpu(self) -> bool:
         """Whether sizes are those of earnest."""
         return self.device == "cuda"
@@ -156,7 +161,7 @@ def _generate(job: Job, folder: Path, report: Report, name: str, **settings: Any
     fixed: dict[str, Any] = {
         "device": job.device, "dtype": "float32", "distributed_executor_backend": "local", "max_num_seqs": 8,
         "max_num_batched_tokens": 64, "max_model_len": 256, "kv_cache_memory": 64 * 2**20,
-        "cudagraph_capture_sizes": (1, 2, 4, 8, 64), "cache_dir": str(job.folder / "cache"),
+        "cudagraph_capture_sizes": (1, 2, 4, 8, 64), "cache_dir": job.cache,
     }  # fmt: skip
     with LLM(str(folder), progress=False, **fixed | settings) as llm:
         report.setdefault("startup_s", {})[name] = round(time.perf_counter() - started, 2)

@@ -7,6 +7,7 @@ elsewhere: collectives in ``group.py``, kernels in ``workers/ops/``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,8 +22,8 @@ LIBRARY = Library(NAMESPACE, "FRAGMENT")
 """Where ops go that name no library of their own. A fragment: others can add ops to the namespace with theirs."""
 
 
-_PYTHON: dict[tuple[str, str, str], Callable[..., Any]] = {}
-"""What was registered: namespace, name, dispatch key -> function."""
+_PYTHON: dict[tuple[str, str, str], tuple[weakref.ref[Library], Callable[..., Any]]] = {}
+"""What was registered: namespace, name, dispatch key -> the library it was added to, and the function."""
 
 
 def register_op(
@@ -71,7 +72,7 @@ def add_implementation(
     """
     library = LIBRARY if target_library is None else target_library
     library.impl(name, func, dispatch_key=dispatch_key)
-    _PYTHON[library.ns, name, dispatch_key] = func
+    _PYTHON[library.ns, name, dispatch_key] = weakref.ref(library), func
 
 
 def python_implementations(dispatch_key: str) -> dict[Any, Callable[..., Any]]:
@@ -81,8 +82,9 @@ def python_implementations(dispatch_key: str) -> dict[Any, Callable[..., Any]]:
     tensors are known.
     """
     found: dict[Any, Callable[..., Any]] = {}
-    for (namespace, name, key), func in _PYTHON.items():
-        if key == dispatch_key and namespace == NAMESPACE:
+    for (namespace, name, key), (library, func) in _PYTHON.items():
+        # An op of a library that is gone is gone, too.
+        if key == dispatch_key and namespace == NAMESPACE and library() is not None:
             found[getattr(torch.ops.lockstep, name).default] = func
     return found
 

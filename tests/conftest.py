@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell that starts us in the background has SIGINT ignored, which children inherit: tests that send it need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OURS = ("launch.rank_process", "launch.spmd", "bin/lockstep", "RankActor")
 SETTLE_SECONDS = 10.0

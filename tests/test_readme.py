@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,12 @@ README = (ROOT / "README.md").read_text()
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
-COMMANDS = re.findall(r"^\.venv/bin/.*$", README, flags=re.MULTILINE)
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+ALL_COMMANDS = re.findall(r"^(?:echo .*)?\.venv/bin/.*$", README, flags=re.MULTILINE)
+SERVERS = [command for command in ALL_COMMANDS if "lockstep serve" in command]
+COMMANDS = [command for command in ALL_COMMANDS if command not in SERVERS]
+ALL_EXAMPLES = re.findall(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+CLIENTS = [example for example in ALL_EXAMPLES if "127.0.0.1:8000" in example]
+EXAMPLES = [example for example in ALL_EXAMPLES if example not in CLIENTS]
 
 
 def run(argv: list[str] | str, **options) -> str:
@@ -32,6 +37,21 @@ def test_command(command: str):
     assert run(command.replace(".venv/bin", str(here)), shell=True).strip()
 
 
+@pytest.mark.parametrize("command", SERVERS)
+def test_server_and_its_clients(command: str):
+    """Like this, but on a port that is free."""
+    argv = [*shlex.split(command.replace(".venv/bin", str(Path(sys.executable).parent))), "--port", "0"]
+    with subprocess.Popen(argv, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            found = next(match for line in server.stderr if (match := re.search(r"ready at http://(\S+)", line)))
+            for example in CLIENTS:
+                assert "Paris" in run([sys.executable, "-c", example.replace("127.0.0.1:8000", found[1])])
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+    assert server.returncode == 0
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str):
     assert run([sys.executable, "-c", example]).strip()
@@ -42,4 +62,4 @@ def test_the_two_commands_are_targets():
     plan = run(["make", "-n", "demo", f"VENV={Path(sys.prefix)}"])
     assert "generate demo --tensor-parallel-size 2 --distributed-executor-backend ray --chat" in plan
     assert "pytest" in run(["make", "-n", "test", f"VENV={Path(sys.prefix)}"])
-    assert len(COMMANDS) >= 8 and EXAMPLES
+    assert len(COMMANDS) >= 10 and SERVERS and CLIENTS and len(EXAMPLES) >= 2

@@ -22,7 +22,6 @@ from tests.checkpoints import prompts, reference_model, tiny_checkpoint
 from tests.demo_reference import MAX_TOKENS, PROMPTS, golden_answers, transformers_answers
 
 BIN = Path(sys.executable).parent
-ALL = range(len(PROMPTS))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
@@ -104,16 +103,9 @@ def demo_folder() -> Path:
     return ensure_demo_model(read_environment().cache_dir, Progress(enabled=False))
 
 
-def demo_prompts(indices: list[int] | range) -> list[str]:
-    arguments = []
-    for index in indices:
-        arguments += ["--prompt", PROMPTS[index]]
-    return arguments
-
-
-def command(*extra: str, indices: list[int] | range = ALL) -> list[str]:
+def command(*extra: str) -> list[str]:
     flags = ["--chat", "--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", str(MAX_TOKENS)]
-    return ["generate", "demo", *flags, "--enforce-eager", "--max-model-len", "2048", *demo_prompts(indices), *extra]
+    return ["generate", "demo", *flags, "--enforce-eager", "--max-model-len", "2048", "--prompt", *PROMPTS, *extra]
 
 
 def answers_of(argv: list[str], **environment: str) -> list[list[int]]:
@@ -136,19 +128,10 @@ def test_the_answers_written_down_are_those_of_transformers():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 4])  # 2 and 3 are below, by other launchers.
 def test_demo_local(tp: int):
     argv = command("--tensor-parallel-size", str(tp), "--distributed-executor-backend", "local")
     assert answers_of([str(BIN / "lockstep"), *argv]) == golden_answers()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_demo_alone_is_as_in_company():
-    with local(demo_folder(), 2, dtype="float32", max_model_len=2048) as llm:
-        params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-        for prompt, expected in list(zip(PROMPTS, golden_answers(), strict=True))[::4]:
-            assert llm.chat([{"role": "user", "content": prompt}], params)[0].token_ids == expected
 
 
 @pytest.mark.slow
@@ -164,16 +147,16 @@ def test_demo_over_an_embedded_ray(tp: int):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nproc", [2])
 def test_demo_over_torchrun(nproc: int):
-    argv = command("--tensor-parallel-size", str(nproc), indices=range(8))
+    argv = command("--tensor-parallel-size", str(nproc))
     torchrun = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(nproc), "-m", "launch.spmd"]
-    assert answers_of([*torchrun, *argv]) == golden_answers()[:8]
+    assert answers_of([*torchrun, *argv]) == golden_answers()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_demo_over_lockstep_launch():
     argv = [str(BIN / "lockstep"), "launch", "--nproc-per-node", "3", "--"]
-    assert answers_of([*argv, *command("-tp", "3", indices=range(8))]) == golden_answers()[:8]
+    assert answers_of([*argv, *command("-tp", "3")]) == golden_answers()
 
 
 # ---- bfloat16: not tokens but error, measured against transformers' own

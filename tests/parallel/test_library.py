@@ -10,7 +10,7 @@ import torch
 from torch.library import Library
 
 from parallel import library
-from parallel.library import LIBRARY, add_implementation, register_op
+from parallel.library import LIBRARY, add_implementation, python_implementations, register_op
 from parallel.platform import CpuPlatform, CudaPlatform
 
 
@@ -108,7 +108,11 @@ def test_other_code_can_add_ops_to_our_namespace() -> None:
     theirs = Library("lockstep", "FRAGMENT")
     register_op("added_by_a_test", scale, target_library=theirs)
     assert torch.ops.lockstep.added_by_a_test(torch.ones(1), 4.0).item() == 4.0
+    assert torch.ops.lockstep.added_by_a_test.default in python_implementations("CPU")
     theirs._destroy()
+    del theirs
+    gc.collect()
+    assert scale not in python_implementations("CPU").values()
 
 
 def test_a_signature_without_hints_is_refused(target: Library) -> None:

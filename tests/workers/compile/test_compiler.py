@@ -358,16 +358,6 @@ def test_ranks_of_one_shape_share_the_work(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ranks_of_different_shapes_compile_their_own(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("llama", num_hidden_layers=2)
-    arguments = [str(folder), str(tmp_path), "PIECEWISE", PROMPTS[:1], TOKENS]
-    results = run_ranks(compile_and_generate, 3, *arguments, timeout=280.0, collective_timeout=270.0)
-    assert all(result["report"]["distinct_pieces"] == PIECES for result in results)
-    assert all(result["tokens"] == [greedy_reference(folder, PROMPTS[0], TOKENS)] for result in results)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_four_engines_may_start_at_once(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", num_hidden_layers=1)
     code = (

@@ -246,7 +246,7 @@ class WorkerGroup:
     def _read(self, rank: int) -> None:
         """One message of a rank: keep its answer, or note the trouble."""
         try:
-            message = unpack(self.ranks[rank].channel.recv(timeout=1.0))
+            message = unpack(self.ranks[rank].channel.recv_begun())
         except ChannelClosedError:
             self._lose(rank, self._death(rank))
             return

@@ -71,12 +71,14 @@ class Channel:
             ChannelClosedError: the peer is gone, or stopped in the middle of a frame.
             ProtocolError: the peer announced a frame longer than allowed.
         """
+        if not self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000.0):
+            raise TimeoutError(f"no message within {timeout} s")
+        return self.recv_begun()
+
+    def recv_begun(self) -> bytes:
+        """The next frame, whose beginning the caller has seen by polling :meth:`fileno`. Raises as :meth:`recv`."""
         try:
-            if not self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000.0):
-                raise TimeoutError(f"no message within {timeout} s")
             return self._connection.recv_bytes(MAX_MESSAGE_BYTES)
-        except TimeoutError:
-            raise
         except (EOFError, OSError) as error:
             if "bad message length" in str(error):
                 raise ProtocolError(f"a frame longer than {MAX_MESSAGE_BYTES} bytes was announced") from error

@@ -118,6 +118,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        final_only: bool = False,
     ) -> int:
         """Queue a prompt; gives the number that its outputs carry.
 
@@ -128,12 +129,14 @@ class Engine:
             prompt: its text, for the output.
             priority: lower goes first; of equals, the one that came first.
             cache_salt: only requests with the same salt share the KV blocks of what they have in common.
+            final_only: whether only the last output is wanted, which spares the work for the others.
 
         Raises:
             RequestError: it can never run. Nothing was queued.
             EngineError: the engine has ended.
         """
-        return self.add(self.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt))
+        checked = self.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt)
+        return self.add(checked, final_only=final_only)
 
     def check(
         self,
@@ -150,7 +153,7 @@ class Engine:
             prompt_token_ids, params or SamplingParams(), prompt=prompt, priority=priority, cache_salt=cache_salt
         )
 
-    def add(self, checked: CheckedRequest) -> int:
+    def add(self, checked: CheckedRequest, *, final_only: bool = False) -> int:
         """The second half of :meth:`add_request`. Raises :class:`RequestError` if it can never fit the KV cache."""
         self._check_alive()
         params, token_ids = checked.params, checked.token_ids
@@ -158,6 +161,7 @@ class Engine:
         seed = derive_seed(self._config.seed, req_id) if params.seed is None else params.seed
         salt = self._salt(req_id, checked)
         entry = PromptState(req_id, token_ids, checked.prompt, time.monotonic())
+        entry.final_only = final_only and not params.stop  # A stop string is found in the text alone.
         entry.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         for index in range(params.n):
             # The first of n samples is the one that n = 1 would give, and tells the others about the prompt.
@@ -317,7 +321,7 @@ class Engine:
     def _reports(self) -> list[RequestOutput]:
         """The outputs of all prompts that have something new."""
         touched, self._touched = self._touched, {}
-        return [self._report(entry) for entry in touched.values()]
+        return [self._report(entry) for entry in touched.values() if not entry.final_only or entry.finished]
 
     def _report(self, entry: PromptState) -> RequestOutput:
         """Make the text of what was taken, end what a stop string ends, and give what is new."""

@@ -74,9 +74,13 @@ class SampleState:
         stream = self._stream
         if stream is None:
             stream = self._stream = TextStream(tokenizer, prompt_token_ids, params.stop)
-        for position in range(self._num_read, len(token_ids) - self._num_silent):
-            may_stop = position + 1 > params.min_tokens
-            self.transcript.add_text(stream.append(token_ids[position], may_stop=may_stop))
+        end = len(token_ids) - self._num_silent
+        if params.stop:
+            for position in range(self._num_read, end):
+                may_stop = position + 1 > params.min_tokens
+                self.transcript.add_text(stream.append(token_ids[position], may_stop=may_stop))
+        else:
+            self.transcript.add_text(stream.extend(token_ids[self._num_read : end]))
         self._num_read = len(token_ids)
         if self.finish_reason is not None:
             self.transcript.add_text(stream.finish())
@@ -113,6 +117,8 @@ class PromptState:
     scheduled: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    final_only: bool = False
+    """Only the last output is wanted, and nothing in the text can end a sample: until then no text is made."""
 
     def take_prompt_logprobs(self, part: PromptLogprobs) -> None:
         """Add what is not there yet: positions that were computed twice are reported twice.

@@ -173,12 +173,16 @@ def unpack_tokens(step_id: int, value: Any) -> StepResult:
         tokens, stats, prompts = value
         return StepResult(
             step_id,
-            tuple(SampledToken(i, t, lp, tuple((a, b) for a, b in top), error) for i, t, lp, top, error in tokens),
+            tuple([SampledToken(i, t, lp, _pairs(top), error) for i, t, lp, top, error in tokens]),
             dict(stats),
             tuple(
-                PromptLogprobs(i, start, tuple((t, lp, tuple((a, b) for a, b in top)) for t, lp, top in entries))
+                PromptLogprobs(i, start, tuple((t, lp, _pairs(top)) for t, lp, top in entries))
                 for i, start, entries in prompts
             ),
         )
     except (ValueError, TypeError) as error:
         raise ProtocolError(f"not a step result: {error}") from error
+
+
+def _pairs(values: Any) -> tuple[tuple[int, float], ...]:
+    return tuple((token_id, logprob) for token_id, logprob in values) if values else ()

@@ -316,6 +316,12 @@ class TextStream:
         self._may_stop = may_stop
         return self._search(self._detokenizer.append((token_id,)))
 
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """The text of several tokens at once, where there are no stop strings to be searched."""
+        if self._detokenizer is None or not token_ids:
+            return ""
+        return self._detokenizer.append(token_ids)
+
     def finish(self) -> str:
         """What was held back, when the sample ends for another reason."""
         if self._detokenizer is None or self.stopped:

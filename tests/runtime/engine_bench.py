@@ -55,10 +55,16 @@ class Bench:
         self._num_samples = 0
 
     def add(
-        self, prompt: list[int], script: list[int] | None = None, prompt_text: str | None = None, **params: Any
+        self,
+        prompt: list[int],
+        script: list[int] | None = None,
+        prompt_text: str | None = None,
+        final_only: bool = False,
+        **params: Any,
     ) -> int:
         """Queue a prompt; with a script, the fake model says that instead of what it would."""
-        req_id = self.engine.add_request(prompt, SamplingParams(**params), prompt=prompt_text)
+        how = SamplingParams(**params)
+        req_id = self.engine.add_request(prompt, how, prompt=prompt_text, final_only=final_only)
         if script is not None:
             self.executor.scripted[self._num_samples] = list(script)
         self._num_samples += params.get("n", 1)

@@ -8,7 +8,7 @@ import gc
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -403,12 +403,12 @@ def test_no_text_of_a_request_kills_the_thread(
     served = make(tokenizer)
     served.engine.start()
 
-    def append(_self: TextStream, _token_id: int, *, may_stop: bool) -> str:
+    def extend(_self: TextStream, _token_ids: Sequence[int]) -> str:
         raise RecursionError("too deep")
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(TextStream, "append", append)
+            patch.setattr(TextStream, "extend", extend)
             outputs = await served.all([1], max_tokens=5)
         assert outputs[-1].finish_reason == "error" and "too deep" in outputs[-1].error
         assert (await served.all([1], max_tokens=5))[-1].finish_reason == "length"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_text_is_made_while_the_ranks_have_the_next_plan(tokenizer: Tokenizer, m
 
     record(bench.executor, "submit", "submit")
     record(bench.executor, "collect", "collect")
-    record(TextStream, "append", "text")
+    record(TextStream, "extend", "text")
     bench.add(text_ids("x"), text_ids("Hello"), max_tokens=5)
     steps: list[list[str]] = []
     while bench.engine.has_work:
@@ -118,18 +119,39 @@ def test_outputs_share_the_transcript_and_merge(tokenizer: Tokenizer) -> None:
     assert merged.outputs[0].transcript is first.outputs[0].transcript
 
 
+def test_only_the_last_output_where_no_other_is_wanted(tokenizer: Tokenizer) -> None:
+    bench = Bench(tokenizer)
+    prompts = {"Hello": {}, "two words": {"stop": "wo"}, "caf\u00e9": {"n": 2}}
+    req_ids = {}
+    for number, (text, settings) in enumerate(prompts.items()):
+        ids = list(text.encode())
+        req_ids[text] = bench.add([number + 1], ids, max_tokens=len(ids), final_only=True, **settings)
+    outputs = bench.run()
+    hello, stopped, several = (outputs[req_ids[text]] for text in prompts)
+    assert [output.text for output in hello] == ["Hello"]
+    assert hello[0].outputs[0].new_text == "Hello" and len(hello[0].outputs[0].new_token_ids) == 5
+    assert (stopped[-1].text, stopped[-1].finish_reason) == ("t", "stop"), "a stop string has to be looked for"
+    assert len(several) == 1 and several[0].outputs[0].text == "caf\u00e9"
+    assert bench.engine.stats.finished == {"stop": 1, "length": 3, "abort": 0, "error": 0}
+    aborted = bench.add([9], list(b"never seen"), max_tokens=10, final_only=True)
+    for _ in range(3):
+        assert bench.engine.step() == []
+    last = bench.engine.abort(aborted)
+    assert last is not None and last.text == "nev"
+
+
 def test_text_that_cannot_be_made_fails_one_request(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tokenizer)
     bad = bench.add(text_ids("x"), text_ids("ab!cd"), max_tokens=5)
     good = bench.add(text_ids("y"), text_ids("vwxyz"), max_tokens=5)
-    original = TextStream.append
+    original = TextStream.extend
 
-    def append(self: TextStream, token_id: int, *, may_stop: bool) -> str:
-        if token_id == ord("!"):
+    def extend(self: TextStream, token_ids: Sequence[int]) -> str:
+        if ord("!") in token_ids:
             raise ZeroDivisionError("no such text")
-        return original(self, token_id, may_stop=may_stop)
+        return original(self, token_ids)
 
-    monkeypatch.setattr(TextStream, "append", append)
+    monkeypatch.setattr(TextStream, "extend", extend)
     outputs = bench.run()
     assert (outputs[bad][-1].finish_reason, outputs[bad][-1].text) == ("error", "ab")
     assert "ZeroDivisionError: no such text" in outputs[bad][-1].error

@@ -25,6 +25,9 @@ GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEW
 COMPILE_MODES = ("NONE", "STOCK", "DYNAMO_TRACE_ONCE", "PIECEWISE")
 STAGES = ("spawn", "device", "group", "weights", "kv_cache", "compile", "capture", "ready")
 
+STEP_TOKENS = {"cuda": 2048, "cpu": 512}
+"""``max_num_batched_tokens`` unless it is set: enough to be quick, and about a second on two cores."""
+
 MAX_SEED = 2**63 - 1
 MAX_PARALLEL_SAMPLES = 128
 MAX_LOGPROBS = 20
@@ -60,7 +63,10 @@ class EngineConfig:
     device: str = setting("auto", "where the ranks compute; auto: cuda if there is one", choices=DEVICES)
     max_model_len: int | None = setting(None, "longest prompt + output in tokens; default: what the model was made for")
     max_num_seqs: int = setting(64, "most requests in one step")
-    max_num_batched_tokens: int = setting(2048, "most tokens in one step; longer prompts are cut in chunks")
+    max_num_batched_tokens: int = setting(
+        0, "most tokens in one step; longer prompts are cut in chunks, and decodes wait for a chunk; default: 2048 on a "
+        "GPU, 512 on a CPU"
+    )  # fmt: skip
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that a rank may use")
     kv_cache_memory: int | None = setting(
         None, "bytes of KV cache per rank; default on a GPU: what gpu_memory_utilization leaves; on CPU: what "
@@ -109,7 +115,7 @@ class EngineConfig:
             _check_choice("cudagraph_mode", self.cudagraph_mode, GRAPH_MODES)
         _check_range("tensor_parallel_size", self.tensor_parallel_size, 1, 1024)
         _check_range("max_num_seqs", self.max_num_seqs, 1, 65536)
-        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        _check_range("max_num_batched_tokens", self.max_num_batched_tokens, 0, 2**20)
         _check_range("block_size", self.block_size, 1, 1024)
         _check_range("max_queued_requests", self.max_queued_requests, 1, 2**20)
         _check_range("max_restarts", self.max_restarts, 0, 1000)
@@ -123,7 +129,7 @@ class EngineConfig:
             _check_range(name, getattr(self, name), 0.01, 86400.0 * 7)
         for size in self.cudagraph_capture_sizes or ():
             _check_range("cudagraph_capture_sizes", size, 1, 2**20)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if 0 < self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: a "
                 "step could not give every running request its one token; raise the first or lower the second"
@@ -227,7 +233,7 @@ def resolve(config: EngineConfig, model: ModelConfig, *, device: str, executor: 
         distributed_executor_backend=executor,
         dtype=dtype,
         max_model_len=max_model_len,
-        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens or max(STEP_TOKENS[device], config.max_num_seqs),
         optimization_level=level,
         cudagraph_mode=mode,
         quantization=config.quantization or model.quantization,

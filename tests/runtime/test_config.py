@@ -90,6 +90,13 @@ def test_resolve_leaves_nothing_open() -> None:
     assert "auto" not in (config.dtype, config.device, config.distributed_executor_backend)
 
 
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 512), ("cuda", 2048)])
+def test_resolve_sizes_a_step_by_the_device(device: str, tokens: int) -> None:
+    assert resolve(EngineConfig(), MODEL, device=device, executor="local").max_num_batched_tokens == tokens
+    many = resolve(EngineConfig(max_num_seqs=4000), MODEL, device=device, executor="local")
+    assert many.max_num_batched_tokens == many.max_num_seqs == 4000
+
+
 def test_resolve_keeps_what_was_asked() -> None:
     asked = {"dtype": "float32", "max_model_len": 100, "cudagraph_mode": "PIECEWISE", "seed": 9}
     assert resolved(**asked) == dataclasses.replace(resolved(), **asked)

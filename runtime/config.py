@@ -64,7 +64,7 @@ class EngineConfig:
     max_model_len: int | None = setting(None, "longest prompt + output in tokens; default: what the model was made for")
     max_num_seqs: int = setting(64, "most requests in one step")
     max_num_batched_tokens: int = setting(
-        0, "most tokens in one step; longer prompts are cut in chunks, and decodes wait for a chunk; default: 2048 on a "
+        0, "most tokens in one step; longer prompts are cut in chunks, which decodes wait for; default: 2048 on a "
         "GPU, 512 on a CPU"
     )  # fmt: skip
     gpu_memory_utilization: float = setting(0.9, "share of a GPU's memory that a rank may use")

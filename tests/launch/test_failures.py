@@ -171,6 +171,7 @@ def test_row_20_not_a_number_fails_one_request_only(monkeypatch: pytest.MonkeyPa
     assert [output.token_ids for output in outputs[1:]] == [output.token_ids for output in expected[1:]]
 
 
+@pytest.mark.slow
 def test_idle_ranks_use_no_cpu():
     with start(tp=3) as llm:
         llm.generate(PROMPTS, GREEDY)

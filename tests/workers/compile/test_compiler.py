@@ -25,6 +25,8 @@ from workers.compile.pieces import CompiledPiece, PieceCompiler
 from workers.compile.plan import Plan
 from workers.compile.split import PieceGraph
 
+pytestmark = pytest.mark.slow  # Whatever compiles pays half a minute for Inductor's first piece.
+
 ROOT = Path(__file__).parents[3]
 PROMPTS = prompts(9, 2, 17)
 TOKENS = 6
@@ -262,7 +264,6 @@ def test_other_sources_settings_or_machines_have_other_keys(
 # ---- modes
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", [CompileMode.STOCK, CompileMode.DYNAMO_TRACE_ONCE])
 def test_other_modes_give_the_same_tokens(cache: Path, mode: CompileMode) -> None:
     folder = tiny_checkpoint("llama-bias", num_hidden_layers=1)
@@ -285,7 +286,6 @@ def test_mode_none_is_the_model(folder: Path) -> None:
     assert (replica.compile_report.pieces, replica.compile_report.distinct_pieces) == (0, 0)
 
 
-@pytest.mark.slow
 def test_bfloat16_is_as_near_to_the_truth_as_eager(cache: Path) -> None:
     stored = tiny_checkpoint("llama", dtype="bfloat16")
     exact = reference_logits(tiny_checkpoint("llama"), PROMPTS[0])
@@ -294,7 +294,6 @@ def test_bfloat16_is_as_near_to_the_truth_as_eager(cache: Path) -> None:
     assert (compiled - exact).std() < 1.1 * (eager - exact).std()
 
 
-@pytest.mark.slow
 def test_inductors_own_form_of_an_artifact_serves_too(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,7 +338,6 @@ def test_a_model_that_branches_on_a_value_fails_at_the_start(tmp_path: Path) -> 
 # ---- several processes
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_of_one_shape_share_the_work(tmp_path: Path) -> None:
     """Every piece is compiled by one rank while the other waits for it; then none is."""
@@ -356,7 +354,6 @@ def test_ranks_of_one_shape_share_the_work(tmp_path: Path) -> None:
     assert all(report["plan_from_cache"] for report in reports)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_four_engines_may_start_at_once(tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", num_hidden_layers=1)

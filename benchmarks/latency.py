@@ -22,10 +22,13 @@ DETAILS = ("forward", "ops", "overhead", "driver_channel", "driver_cpu")
 
 
 class _Times(NamedTuple):
-    """Seconds of a run, or of one step of it: all in all, rank 0's own, and the driver's CPU time."""
+    """Seconds of a run, or of one step of it: all in all, without rank 0's own, and the driver's CPU time.
+
+    The difference is taken within a run: those of different runs lie further apart than it is large.
+    """
 
     wall: float
-    model: float
+    rest: float
     driver: float
 
 
@@ -59,7 +62,7 @@ def bench_latency(
             step = _Times(*((a - b) / max(1, new_tokens - 1) for a, b in zip(total, first, strict=True)))
             rows.append({"batch": batch, "first": first.wall, "step": step.wall, **_inside(llm, new_tokens)})
             if new_tokens > 1:
-                rows[-1] |= {"driver_channel": step.wall - step.model, "driver_cpu": step.driver}
+                rows[-1] |= {"driver_channel": step.rest, "driver_cpu": step.driver}
         step_bytes = decode_step_bytes(inspect_checkpoint(llm.config.model), llm.model_config, llm.config.dtype)
         config, size = llm.config, llm.config.tensor_parallel_size
     # The ranks are gone: nothing else reads memory while its bandwidth is measured.
@@ -99,7 +102,8 @@ def _run(llm: LLM, prompts: list[list[int]], new_tokens: int) -> _Times:
     llm.generate(prompts, params)
     wall = time.perf_counter() - started
     after = llm.engine.snapshot()
-    return _Times(wall, after.model_seconds - before.model_seconds, after.driver_seconds - before.driver_seconds)
+    model = after.model_seconds - before.model_seconds
+    return _Times(wall, wall - model, after.driver_seconds - before.driver_seconds)
 
 
 def _median(runs: Sequence[_Times]) -> _Times:

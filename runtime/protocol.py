@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -45,9 +45,8 @@ class NewRequest:
     num_computed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step.
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step. A tuple, since one is made for every request of every step.
 
     Attributes:
         req_id: a request the worker knows (perhaps from ``new`` of the same plan).
@@ -77,8 +76,7 @@ class StepPlan:
         return sum(request.num_tokens for request in self.scheduled)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """What sampling one request gave. ``error`` is set instead of a token when its logits were not finite."""
 
     req_id: int

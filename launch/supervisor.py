@@ -13,7 +13,7 @@ import time
 from collections import deque
 from dataclasses import replace
 
-from launch.ranks import Launcher, RankHandle, StartedRank
+from launch.ranks import Launcher
 from launch.run_folder import make_run_folder, remove_traces
 from launch.startup import Silence, Startup, StartupProgress, StartupReport, stage_deadline
 from launch.worker_group import Deadline, WorkerGroup
@@ -22,8 +22,6 @@ from runtime.errors import EngineClosedError, EngineError, LockstepError
 from runtime.executor import MAX_OUTSTANDING
 from runtime.model_config import ModelConfig
 from runtime.protocol import StepPlan, StepResult, pack_plan, unpack_tokens
-
-__all__ = ["Launcher", "RankHandle", "StartedRank", "StartupReport", "Supervisor"]
 
 log = logging.getLogger("lockstep")
 

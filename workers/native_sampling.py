@@ -25,24 +25,7 @@ _CHOICE = struct.Struct("@3dq2i").pack
 """``table`` and ``choice`` of native/sampling.c."""
 
 _Native = OptionalKernels(SOURCE, "sampling goes without the C kernel, milliseconds slower for each row")
-"""What :func:`use_native` has loaded."""
-
-
-def use_native(library_dir: str) -> bool:
-    """Let :func:`draw` and :func:`logprobs` compute from now on, by as many threads as torch now uses.
-
-    Args:
-        library_dir: where compiled libraries are kept.
-
-    Returns:
-        whether it could be compiled; if not, says so once in the log.
-    """
-    return _Native.use(library_dir)
-
-
-def is_used() -> bool:
-    """Whether :func:`use_native` has loaded the kernel."""
-    return _Native.library is not None
+use_native = _Native.use
 
 
 def draw(

@@ -308,11 +308,13 @@ class ModelRunner:
         return ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
 
     def _score_prompts(self, hidden: torch.Tensor, spans: Sequence[PromptSpan]) -> list[PromptLogprobs]:
-        reports = self.prompt_scorer.score(hidden, spans, self.model.compute_logits)
-        for report in reports:
-            if not is_finite(report):
+        good: list[PromptLogprobs] = []
+        for report in self.prompt_scorer.score(hidden, spans, self.model.compute_logits):
+            if is_finite(report):
+                good.append(report)
+            else:
                 self.sampler.fail(report.req_id, BROKEN_TEXT)
-        return [report for report in reports if is_finite(report)]
+        return good
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:
         logits = self.model.compute_logits(hidden.index_select(0, batch.sample_rows))

@@ -40,7 +40,14 @@ class OptionalKernels:
         self._without = without
 
     def use(self, directory: str) -> bool:
-        """Load them from now on; whether they could be compiled. If not, the log says so once."""
+        """Compute with them from now on, by as many threads as torch now uses.
+
+        Args:
+            directory: where compiled libraries are kept.
+
+        Returns:
+            whether they could be compiled; if not, says so once in the log.
+        """
         try:
             self.library = load_kernels(self._source, directory)
         except NativeBuildError as error:
@@ -49,6 +56,10 @@ class OptionalKernels:
             self.refused = True
             return False
         return True
+
+    def is_used(self) -> bool:
+        """Whether :meth:`use` has loaded them."""
+        return self.library is not None
 
 
 def load_kernels(source: Path, directory: str) -> ctypes.CDLL:

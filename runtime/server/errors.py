@@ -7,9 +7,10 @@ that the engine itself could not finish.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from runtime.config import SamplingParams
 from runtime.errors import EngineError, InputError, LockstepError, QueueFullError
 
 RETRY_SECONDS = 5
@@ -105,10 +106,7 @@ def _retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
-_FIELDS = frozenset(
-    "n max_tokens min_tokens temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
-    "stop stop_token_ids logprobs prompt_logprobs logit_bias structured_outputs".split()
-)
+_FIELDS = frozenset(each.name for each in fields(SamplingParams))
 
 
 def _field_of(message: str) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from launch.environment import read_environment
 from launch.llm import LLM
-from launch.supervisor import StartupReport
+from launch.startup import StartupReport
 from runtime.config import SamplingParams
 from tests.checkpoints import prompts, tiny_checkpoint
 from tests.demo_reference import MAX_TOKENS, PROMPTS, golden_answers

@@ -8,9 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-
 from runtime.async_engine import AsyncEngine
 from runtime.config import EngineConfig, SamplingParams
 from runtime.engine import Engine
@@ -19,6 +16,7 @@ from runtime.protocol import StepResult
 from runtime.request import RequestOutput
 from runtime.tokenizer import Tokenizer
 from tests.runtime.fake_executor import FakeExecutor
+from tests.small_tokenizer import byte_backend
 
 VOCAB = 300
 EOS = (2, 5)
@@ -27,14 +25,7 @@ MODEL = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, VOCAB, 4096, eos_token
 
 def byte_tokenizer(folder: Path) -> Tokenizer:
     """A tokenizer with one token for each byte, in the order of the bytes."""
-    # The byte-level alphabet writes printable bytes as they are, and the others as letters from 256 on, in order.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
+    byte_backend().save(str(folder / "tokenizer.json"))
     return Tokenizer.from_folder(folder)
 
 

@@ -358,7 +358,7 @@ def test_what_the_kernel_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_sampling.draw(logits[:, :0], *good) is None
     assert native_sampling.logprobs(logits.bfloat16(), torch.zeros(2), 1) is None
     monkeypatch.setattr(native_sampling._Native, "library", None)
-    assert not native_sampling.is_used()
+    assert not native_sampling._Native.is_used()
     assert native_sampling.draw(logits, *good) is None
     assert native_sampling.logprobs(logits, torch.zeros(2), 1) is None
 

@@ -33,19 +33,7 @@ _STEP = "native_cpu.step"
 
 
 _Native = OptionalKernels(SOURCE, "attention goes without the C kernel, several times slower in decode")
-"""What :func:`use_native` has loaded."""
-
-
-def use_native(library_dir: str) -> bool:
-    """Let :func:`native_backend` give the C kernel from now on, with as many threads as torch now uses.
-
-    Args:
-        library_dir: where compiled libraries are kept.
-
-    Returns:
-        whether it could be compiled; if not, says so once in the log.
-    """
-    return _Native.use(library_dir)
+use_native = _Native.use
 
 
 def native_backend(dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:

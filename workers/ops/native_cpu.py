@@ -25,24 +25,7 @@ _ACTIVATION = struct.Struct("2q3q").pack
 
 
 _Native = OptionalKernels(SOURCE, "norms and activations go without C kernels, slower in eager mode")
-"""What :func:`use_native` has loaded."""
-
-
-def use_native(library_dir: str) -> bool:
-    """Compute with ``native/elementwise.c`` from now on, by as many threads as torch now uses.
-
-    Args:
-        library_dir: where compiled libraries are kept.
-
-    Returns:
-        whether it could be compiled; if not, says so once in the log.
-    """
-    return _Native.use(library_dir)
-
-
-def is_used() -> bool:
-    """Whether :func:`use_native` has loaded the kernels."""
-    return _Native.library is not None
+use_native, is_used = _Native.use, _Native.is_used
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:

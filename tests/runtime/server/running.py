@@ -11,12 +11,8 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 
 from runtime.async_engine import AsyncEngine
 from runtime.chat_template import ChatTemplate
@@ -30,6 +26,7 @@ from runtime.server.lifecycle import ServerRun
 from runtime.server.serving import ServerOptions, Serving
 from runtime.tokenizer import Tokenizer
 from tests.runtime.fake_executor import FakeExecutor
+from tests.small_tokenizer import byte_backend
 
 VOCAB = 300
 EOS = 299
@@ -42,22 +39,9 @@ TEMPLATE = (
 )
 
 
-@cache
-def _backend() -> Backend:
-    """One token for each byte, in the order of the bytes."""
-    # The byte-level alphabet writes printable bytes as they are, and the others as letters from 256 on, in order.
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    letters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
-    backend = Backend(models.BPE(vocab={letter: byte for byte, letter in enumerate(letters)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
 def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """A tokenizer whose token ids are the text's bytes."""
-    return Tokenizer(_backend(), {}, None if template is None else ChatTemplate(template, Path("template"), {}))
+    return Tokenizer(byte_backend(), {}, None if template is None else ChatTemplate(template, Path("template"), {}))
 
 
 class HeldExecutor(FakeExecutor):

@@ -17,6 +17,7 @@ from launch.ranks import Launcher
 from launch.run_folder import make_run_folder, remove_traces
 from launch.startup import Silence, Startup, StartupProgress, StartupReport, stage_deadline
 from launch.worker_group import Deadline, WorkerGroup
+from launch.yielding import Yielding
 from runtime.config import EngineConfig
 from runtime.errors import EngineClosedError, EngineError, LockstepError
 from runtime.executor import MAX_OUTSTANDING
@@ -57,6 +58,7 @@ class Supervisor:
         self._collected: deque[StepResult] = deque()
         """Results that had to be read before the engine asked for them."""
         self._run_dir = ""
+        self._yielding = Yielding()
         self._failure: LockstepError | None = None
         self._closed = False
         self.report = StartupReport()
@@ -154,7 +156,8 @@ class Supervisor:
         if not group.num_unanswered:
             raise EngineError("no plan is outstanding; submit one first")
         try:
-            return self._gather(group)
+            with self._yielding:
+                return self._gather(group)
         except LockstepError as error:
             self._fail(error)
             raise

@@ -17,6 +17,7 @@ import pytest
 
 from launch.ranks import StartedRank
 from launch.supervisor import LONG_FRAME_BYTES, Supervisor
+from launch.worker_group import WorkerGroup
 from runtime.channel import Channel, ChannelClosedError, channel_pair
 from runtime.config import EngineConfig, SamplingParams
 from runtime.errors import (
@@ -127,6 +128,7 @@ class Play:
         self.no_restart = ""
         self.groups: list[list[PlayedRank]] = []
         self.configs: list[EngineConfig] = []
+        self.policies: list[int] = []  # The scheduling policy that processes would inherit.
         self.released = self.closed = 0
         self.broken: Exception | None = None
 
@@ -135,6 +137,7 @@ class Play:
         return self.groups[-1]
 
     def start(self, config: EngineConfig, model: object, timeout: float) -> list[StartedRank]:
+        self.policies.append(os.sched_getscheduler(0))
         if self.broken is not None:
             raise self.broken
         self.groups.append([PlayedRank(rank) for rank in range(self.size)])
@@ -294,6 +297,29 @@ def test_the_deadline_of_a_plan_begins_when_the_one_before_is_answered(begin):
         supervisor.collect()
     assert time.monotonic() - begun > 0.55  # not 0.2, what is left since it was sent
     assert caught.value.stage == "step 2"
+
+
+def test_the_driver_gives_way_only_while_it_waits_and_restarted_ranks_do_not_inherit_that(begin, monkeypatch):
+    supervisor, play = begin()
+    waited: list[int] = []
+    gather = WorkerGroup.gather
+
+    def watched(group: WorkerGroup) -> list[Any]:
+        waited.append(os.sched_getscheduler(0))
+        return gather(group)
+
+    monkeypatch.setattr(WorkerGroup, "gather", watched)
+    supervisor.submit(plan(1))
+    for rank in play.ranks:
+        rank.answer(rank.read())
+    supervisor.collect()
+    assert waited == [os.SCHED_BATCH] and os.sched_getscheduler(0) == os.SCHED_OTHER
+    supervisor.submit(plan(2))
+    play.ranks[1].die(-9)
+    with pytest.raises(RankDiedError):
+        supervisor.collect()
+    supervisor.restart()
+    assert play.policies == [os.SCHED_OTHER] * 2
 
 
 def test_answers_that_are_there_count_though_the_driver_looks_late(begin):

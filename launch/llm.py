@@ -199,7 +199,7 @@ class LLM(_Model):
             for index, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                    req_ids.append(self.engine.add_request(token_ids, how, final_only=True))
+                    req_ids.append(self.engine.add(self.engine.limits.check(token_ids, how), final_only=True))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from None
         except BaseException:

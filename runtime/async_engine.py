@@ -165,10 +165,10 @@ class AsyncEngine:
             QueueFullError: too many requests are waiting.
             EngineError: the engine has ended or was not started.
         """
-        params = params or SamplingParams()
+        params, limits = params or SamplingParams(), self._engine.limits
 
         def check() -> CheckedRequest:
-            return self._engine.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt)
+            return limits.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt)
 
         # Grammars may take long to check; everything else takes microseconds.
         checked = check() if params.structured_outputs is None else await asyncio.to_thread(check)

@@ -16,10 +16,9 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
 
 from runtime.block_pool import BlockPool
-from runtime.config import EngineConfig, SamplingParams
+from runtime.config import EngineConfig
 from runtime.errors import EngineClosedError, EngineError, InputError, LockstepError, RankError, RequestError
 from runtime.executor import MAX_OUTSTANDING, Executor
 from runtime.model_config import ModelConfig
@@ -52,6 +51,7 @@ class Engine:
 
     Attributes:
         failure: the error that ended the engine; None while it is well.
+        limits: makes of a prompt and its parameters what :meth:`add` takes; any thread may ask.
         scheduler: requests waiting and running, KV blocks used.
         stats: see :class:`~runtime.stats.EngineStats`; other threads take a :meth:`snapshot`.
     """
@@ -75,7 +75,7 @@ class Engine:
         self.stats = EngineStats()
         self._config = config
         self._max_model_len = config.max_model_len
-        self._limits = RequestLimits.of(config, model_config, has_tokenizer=tokenizer is not None)
+        self.limits = RequestLimits.of(config, model_config, has_tokenizer=tokenizer is not None)
         self._eos_token_ids = frozenset(model_config.eos_token_ids)
         self._tokenizer = tokenizer
         self._executor = executor
@@ -110,51 +110,18 @@ class Engine:
 
     # ---- requests
 
-    def add_request(
-        self,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams | None = None,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        final_only: bool = False,
-    ) -> int:
-        """Queue a prompt; gives the number that its outputs carry.
+    def add(self, checked: CheckedRequest, *, final_only: bool = False) -> int:
+        """Queue a request; gives the number that its outputs carry.
 
         Args:
-            prompt_token_ids: ids within the vocabulary, at least one.
-            params: how to continue it. ``max_tokens`` is cut to what ``max_model_len`` leaves. Without a seed, one is
-                made of the config's seed and of how many requests came before.
-            prompt: its text, for the output.
-            priority: lower goes first; of equals, the one that came first.
-            cache_salt: only requests with the same salt share the KV blocks of what they have in common.
+            checked: from :attr:`limits`. Without a seed of its own, one is made of the config's seed and of how many
+                requests came before.
             final_only: whether only the last output is wanted, which spares the work for the others.
 
         Raises:
-            RequestError: it can never run. Nothing was queued.
+            RequestError: it can never fit the KV cache. Nothing was queued.
             EngineError: the engine has ended.
         """
-        checked = self.check(prompt_token_ids, params, prompt=prompt, priority=priority, cache_salt=cache_salt)
-        return self.add(checked, final_only=final_only)
-
-    def check(
-        self,
-        prompt_token_ids: Iterable[int],
-        params: SamplingParams | None = None,
-        *,
-        prompt: str | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-    ) -> CheckedRequest:
-        """The first half of :meth:`add_request`: any thread may call it, and it queues nothing."""
-        self._check_alive()
-        return self._limits.check(
-            prompt_token_ids, params or SamplingParams(), prompt=prompt, priority=priority, cache_salt=cache_salt
-        )
-
-    def add(self, checked: CheckedRequest, *, final_only: bool = False) -> int:
-        """The second half of :meth:`add_request`. Raises :class:`RequestError` if it can never fit the KV cache."""
         self._check_alive()
         params, token_ids = checked.params, checked.token_ids
         req_id = self.stats.requests
@@ -298,7 +265,7 @@ class Engine:
             self._touched[entry.req_id] = entry
             reason = sample.take(token, self._eos_token_ids)
             if token.error:
-                self.stats.broken += "not finite" in token.error
+                self.stats.broken += token.broken
             else:
                 self.stats.generated_tokens += 1
                 entry.first_token = entry.first_token or now

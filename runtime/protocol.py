@@ -77,13 +77,19 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """What sampling one request gave. ``error`` is set instead of a token when its logits were not finite."""
+    """What sampling one request gave.
+
+    Attributes:
+        error: why there is no token; the request cannot go on.
+        broken: whether that is because its logits were not finite.
+    """
 
     req_id: int
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: str = ""
+    broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +167,7 @@ def unpack_plan(message: list[Any]) -> StepPlan:
 
 def pack_tokens(result: StepResult) -> list[Any]:
     """A result as the value of an "ok" message."""
-    tokens = [(t.req_id, t.token_id, t.logprob, t.top_logprobs, t.error) for t in result.tokens]
-    return [tokens, result.stats, [(p.req_id, p.start, p.tokens) for p in result.prompt_logprobs]]
+    return [result.tokens, result.stats, [(p.req_id, p.start, p.tokens) for p in result.prompt_logprobs]]
 
 
 def unpack_tokens(step_id: int, value: Any) -> StepResult:
@@ -171,7 +176,7 @@ def unpack_tokens(step_id: int, value: Any) -> StepResult:
         tokens, stats, prompts = value
         return StepResult(
             step_id,
-            tuple([SampledToken(i, t, lp, _pairs(top), error) for i, t, lp, top, error in tokens]),
+            tuple([SampledToken(i, t, lp, _pairs(top), error, broken) for i, t, lp, top, error, broken in tokens]),
             dict(stats),
             tuple(
                 PromptLogprobs(i, start, tuple((t, lp, _pairs(top)) for t, lp, top in entries))

@@ -204,7 +204,7 @@ class RequestOutput:
     """One prompt's result so far. ``text``, ``token_ids``, ``finish_reason`` and the like are the first sample's.
 
     Attributes:
-        req_id: what ``Engine.add_request`` gave.
+        req_id: what ``Engine.add`` gave.
         index: the position of the prompt among those given together.
         prompt: the prompt's text, None where only token ids were given.
         outputs: all ``SamplingParams.n`` samples.

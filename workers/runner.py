@@ -34,7 +34,7 @@ from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.logprobs import PromptScorer, PromptSpan, is_finite
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
-from workers.sampler import BROKEN_TEXT, Sampler
+from workers.sampler import Sampler
 from workers.weights import LoadReport, load_weights
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ class ModelRunner:
             if is_finite(report):
                 good.append(report)
             else:
-                self.sampler.fail(report.req_id, BROKEN_TEXT)
+                self.sampler.mark_broken(report.req_id)
         return good
 
     def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:

@@ -52,7 +52,8 @@ class _State:
         counts: how often it is in the output, float32 [V].
         output: the output so far, for a grammar that is not followed yet.
         follower: where in its grammar the output is.
-        failure: why the request cannot go on.
+        failure: why the request cannot go on, where that is its grammar.
+        broken: whether it has had logits that are not finite.
     """
 
     params: SamplingParams
@@ -64,6 +65,7 @@ class _State:
     output: tuple[int, ...] = ()
     follower: Follower | None = None
     failure: str = ""
+    broken: bool = False
 
     @property
     def plain(self) -> bool:
@@ -153,9 +155,9 @@ class Sampler:
         """Forget a request."""
         self._states.pop(req_id, None)
 
-    def fail(self, req_id: int, text: str) -> None:
-        """On rank 0: report this error instead of the request's next token. The other ranks need not know."""
-        self._states[req_id].failure = text
+    def mark_broken(self, req_id: int) -> None:
+        """On rank 0: the model gave this request logits that are not finite, if not those of its next token."""
+        self._states[req_id].broken = True
 
     def sample(self, local_logits: torch.Tensor, req_ids: Sequence[int]) -> tuple[list[int], list[SampledToken] | None]:
         """Choose the next token of each request, and count it to its output.
@@ -303,9 +305,10 @@ def _count(state: _State, token_id: int) -> None:
 
 def _report(req_id: int, draw: _Drawn, state: _State) -> SampledToken:
     """What the driver hears of a row."""
-    error = state.failure or (BROKEN_TEXT if draw.token_id == BROKEN else "")
-    if error:
-        return SampledToken(req_id, 0, error=error)
+    if state.failure:
+        return SampledToken(req_id, 0, error=state.failure)
+    if state.broken or draw.token_id == BROKEN:
+        return SampledToken(req_id, 0, error=BROKEN_TEXT, broken=True)
     return SampledToken(req_id, draw.token_id, draw.logprob, draw.top)
 
 

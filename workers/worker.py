@@ -13,7 +13,6 @@ import os
 import platform
 import resource
 import socket
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -81,7 +80,6 @@ class Worker:
         self._runner: ModelRunner
         self._compiled: Compiled | None = None
         self._pieces = 0
-        self._idle_since: float | None = None  # When a step was answered, until the next message.
         self._verbs: dict[str, Callable[..., Any]] = {
             "device": self.take_device,
             "open_rendezvous": self.open_rendezvous,
@@ -112,17 +110,13 @@ class Worker:
     def _answer(self, frame: bytes) -> bool:
         """Carry out one message and send its answer; False after ``shutdown``."""
         number: Any = -1
-        waited = 0.0 if self._idle_since is None else time.perf_counter() - self._idle_since
-        is_step = False
         try:
             if self._faults is not None:
                 frame = self._faults.on_message(frame)
             message = unpack(frame)
             number = message[1] if len(message) > 1 else -1
-            is_step = message[0] == "step"
-            if is_step:
-                result = self._execute(unpack_plan(message))
-                value = pack_tokens(replace(result, stats=result.stats | {"wait": waited}))
+            if message[0] == "step":
+                value = pack_tokens(self._execute(unpack_plan(message)))
             elif message[0] == "call" and len(message) == 4:
                 if message[2] == "shutdown":
                     self._channel.send(pack(["ok", number, "", None]))
@@ -136,7 +130,6 @@ class Worker:
             log.debug("%s failed", number, exc_info=True)
             answer = pack(["error", number, kind, str(error), traceback.format_exc()])
         self._channel.send(answer)
-        self._idle_since = time.perf_counter() if is_step else None
         return True
 
     def _call(self, verb: str, arguments: dict[str, Any]) -> Any:

@@ -55,7 +55,7 @@ class Bench:
     ) -> int:
         """Queue a prompt; with a script, the fake model says that instead of what it would."""
         how = SamplingParams(**params)
-        req_id = self.engine.add_request(prompt, how, prompt=prompt_text, final_only=final_only)
+        req_id = self.engine.add(self.engine.limits.check(prompt, how, prompt=prompt_text), final_only=final_only)
         if script is not None:
             self.executor.scripted[self._num_samples] = list(script)
         self._num_samples += params.get("n", 1)

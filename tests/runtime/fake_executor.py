@@ -235,7 +235,7 @@ class FakeExecutor:
         if live.num_computed < len(live.token_ids):
             return None
         if req_id in self.broken:
-            return self._answer(live, SampledToken(req_id, 0, error="not finite"))
+            return self._answer(live, SampledToken(req_id, 0, error="not finite", broken=True))
         sampling = live.new.sampling
         script = self.scripted.get(req_id)
         token_id = script.pop(0) if script else next_token(live.token_ids, sampling, self._vocab_size)

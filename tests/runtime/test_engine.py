@@ -213,7 +213,7 @@ def test_salts_keep_requests_apart() -> None:
     prompt, params = list(range(9)), SamplingParams(max_tokens=1)
     cached: list[int] = []
     for salt in ("", "a", "a", "\ud800", ""):
-        bench.engine.add_request(prompt, params, cache_salt=salt)
+        bench.engine.add(bench.engine.limits.check(prompt, params, cache_salt=salt))
         [[output]] = bench.run().values()
         cached.append(output.num_cached_tokens)
     assert cached == [0, 0, 8, 0, 8]
@@ -222,7 +222,7 @@ def test_salts_keep_requests_apart() -> None:
 def test_priority_goes_first() -> None:
     bench = Bench(max_num_seqs=1)
     for priority in (0, 5, -3, 0):
-        bench.engine.add_request([1], SamplingParams(max_tokens=1), priority=priority)
+        bench.engine.add(bench.engine.limits.check([1], SamplingParams(max_tokens=1), priority=priority))
     assert list(bench.run()) == [2, 0, 3, 1]
 
 
@@ -232,7 +232,7 @@ def test_priority_goes_first() -> None:
 def test_refuses_places_in_the_queue_that_do_not_exist(how: dict[str, Any]) -> None:
     bench = Bench()
     with pytest.raises(RequestError, match=next(iter(how))):
-        bench.engine.add_request([1], **how)
+        bench.engine.limits.check([1], SamplingParams(), **how)
     assert not bench.engine.has_work
 
 

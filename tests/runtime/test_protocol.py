@@ -34,7 +34,7 @@ PLAN = StepPlan(
 )
 RESULT = StepResult(
     step_id=7,
-    tokens=(SampledToken(3, 44, -0.25, ((44, -0.25), (1, -3.5))), SampledToken(5, 0, error="not finite")),
+    tokens=(SampledToken(3, 44, -0.25, ((44, -0.25), (1, -3.5))), SampledToken(5, 0, error="not finite", broken=True)),
     stats={"forward": 0.25},
 )
 

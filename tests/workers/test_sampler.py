@@ -255,15 +255,15 @@ def test_a_bias_can_force_a_token_and_bar_another(temperature: float) -> None:
     assert token.top_logprobs == ((6, pytest.approx(float(expected_logprobs[6]))),)
 
 
-def test_what_was_said_to_have_failed_is_reported_for_that_request_only() -> None:
+def test_what_was_said_to_be_broken_is_reported_for_that_request_only() -> None:
     sampler = make_sampler(20)
     for req_id, params in enumerate(({"temperature": 0.0}, {"logprobs": 1}, {})):
         sampler.add(request(req_id, **params))
     for req_id in (0, 1):
-        sampler.fail(req_id, "no good")
+        sampler.mark_broken(req_id)
     _, tokens = sampler.sample(logits_of(3, 20), [0, 1, 2])
     assert tokens is not None, "rank 0 reports tokens"
-    assert [token.error for token in tokens] == ["no good", "no good", ""]
+    assert [token.broken for token in tokens] == [bool(token.error) for token in tokens] == [True, True, False]
     assert tokens[1].logprob is None
 
 

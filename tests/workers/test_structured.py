@@ -230,6 +230,7 @@ def test_what_cannot_be_followed_fails_alone(folder: Path) -> None:
         assert "cannot go on" in tokens[2].error
         assert "panic" in tokens[4].error
         assert [bool(token.error) for token in tokens] == [True, False, True, False, True]
+        assert not any(token.broken for token in tokens)
         assert token_ids[1] == tokens[1].token_id
 
 
@@ -252,7 +253,7 @@ def test_a_row_that_is_not_finite_is_found_also_where_nothing_may_come(folder: P
         logits[1, token_id] = float(value)
         _, tokens = sampler.sample(logits, [0, 1])
         assert tokens is not None
-        assert [token.error for token in tokens] == ["", BROKEN_TEXT]
+    assert [(token.error, token.broken) for token in tokens] == [("", False), (BROKEN_TEXT, True)]
 
 
 def test_one_step_makes_ready_only_so_many_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

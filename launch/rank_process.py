@@ -138,7 +138,9 @@ def run_rank(orders: Orders, channel: Channel) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages: weights read 3 to 10 % faster.
     if config.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the driver drains.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Ctrl-C, torchrun and service managers tell whole groups of processes. The driver drains, and ends the ranks.
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # The supervisor asks a hung group for its stacks.
     configure_logging(config.log_level, rank=orders.rank)

@@ -3,8 +3,8 @@
 Every process torchrun starts runs :func:`main`. Process 0 carries out the command and is the driver; the others are
 *agents*. The driver and each agent start their rank as a child, so the driver's work and a rank's never share an
 interpreter, and a rank's exit code or signal is known. An agent holds a control channel to the driver: orders come
-down, the child's end goes up, and the end of the channel ends the child. :func:`launch` is ``lockstep launch``:
-torchrun's own agent, with a rendezvous that listens nowhere when there is one node.
+down, the child's end goes up, and the end of the channel ends the child. ``torchrun_agent.py`` is what
+starts these processes for ``lockstep launch``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from launch.accept import accept_ranks
 from launch.environment import TorchrunRanks, torchrun_ranks
@@ -35,7 +36,7 @@ from runtime.model_config import ModelConfig
 from runtime.protocol import pack, unpack
 
 if TYPE_CHECKING:
-    import argparse
+    pass
 
 POLL_SECONDS = 0.02
 GOODBYE_SECONDS = 5.0
@@ -279,13 +280,56 @@ class TorchrunLauncher:
 # ---- an agent's side
 
 
+class Patience:
+    """SIGTERM for an agent: it ends the process, but not as long as a driver uses its rank.
+
+    On one host torchrun sends it to all of its processes at once: the driver, too, which may have requests to finish.
+
+    Args:
+        leave: called before the process ends.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._needed = False
+        self._told = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    @contextlib.contextmanager
+    def while_needed(self) -> Generator[None]:
+        """Until the block ends, SIGTERM has to wait."""
+        self._needed = True
+        try:
+            yield
+        finally:
+            self._needed = False
+            if self._told:
+                self._end()
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._told = True
+        if not self._needed:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        self._leave()
+        sys.exit(128 + signal.SIGTERM)
+
+
 def serve_as_agent(ranks: TorchrunRanks, rendezvous: Rendezvous) -> int:
     """Run ranks for the driver, one engine after another, until it says that there will be no more."""
+
+    def leave() -> None:
+        with contextlib.suppress(OSError):  # The driver was done before, and has removed the folder.
+            rendezvous.publish(f"bye-{ranks.rank}", b"1")
+
+    one_host = ranks.local_world_size == ranks.world_size
+    wait = Patience(leave).while_needed if one_host else contextlib.nullcontext
     seen = b""
     while True:
         seen = rendezvous.wait(DRIVER, timeout=7 * 86400.0, other_than=seen)
         if seen == EXIT:
-            rendezvous.publish(f"bye-{ranks.rank}", b"1")
+            leave()
             return 0
         _, address, secret = unpack(seen)
         try:
@@ -293,10 +337,11 @@ def serve_as_agent(ranks: TorchrunRanks, rendezvous: Rendezvous) -> int:
         except ConnectionError:
             continue  # That engine was given up already; the next value tells how it goes on.
         facts = {"host": socket.gethostname(), "host_id": host_identity()}
-        with contextlib.suppress(ChannelClosedError):
-            control.send(pack(["agent", ranks.rank, facts]))
-            run_orders(control)
-        control.close()
+        with wait():
+            with contextlib.suppress(ChannelClosedError):
+                control.send(pack(["agent", ranks.rank, facts]))
+                run_orders(control)
+            control.close()
 
 
 def run_orders(control: Channel) -> None:
@@ -346,45 +391,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             with contextlib.suppress(TimeoutError):
                 rendezvous.wait(f"bye-{rank}", max(0.0, deadline - time.monotonic()))
         rendezvous.remove()
-
-
-# ---- lockstep launch
-
-
-def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run ``launch.spmd COMMAND`` under torchrun's own agent in this process.
-
-    Args:
-        arguments: of torchrun's own parser (``torch.distributed.run.get_args_parser``).
-        command: a Lockstep command and its arguments.
-
-    Returns:
-        the exit code of the command itself, where torchrun would say 1: 128 + N for signal N.
-    """
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args
-
-    arguments.module, arguments.training_script = True, "launch.spmd"
-    arguments.training_script_args = list(command)
-    arguments.no_python = arguments.run_path = False
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Only for the agents, and so that torchrun does not warn of it.
-    config, program, program_arguments = config_from_args(arguments)
-    with contextlib.ExitStack() as stack:
-        if config.max_nodes == 1 and not arguments.rdzv_endpoint:
-            # A rendezvous over a file: torchrun's default opens a TCP store on every interface, at a fixed port.
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-launch-"))
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-            config.rdzv_backend, config.rdzv_endpoint = "c10d", os.path.join(folder, "rendezvous")
-            config.rdzv_configs = {"store_type": "file"}
-            config.run_id = os.path.basename(folder)
-        try:
-            elastic_launch(config, program)(*program_arguments)
-        except ChildFailedError as error:
-            failed = error.failures
-            code = failed[min(failed)].exitcode
-            return 128 - code if code < 0 else code
-    return 0
 
 
 if __name__ == "__main__":

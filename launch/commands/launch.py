@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         _CHECKS[command[0]](command[1:])
     arguments = torchrun_arguments(flags)
 
-    from launch.spmd import launch
+    from launch.torchrun_agent import launch
 
     return launch(arguments, command)
 

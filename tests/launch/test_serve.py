@@ -187,11 +187,13 @@ def test_row_11_it_says_where_it_is_and_ends_at_once_when_idle() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_rows_11_and_12_ctrl_c_in_a_terminal_finishes_what_is_under_way() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_rows_11_and_12_a_signal_to_the_whole_group_finishes_what_is_under_way(number: signal.Signals) -> None:
+    """As Ctrl-C in a terminal and the end of a service do it: workers get it, too."""
     with tiny("-tp", 2, "--distributed-executor-backend", "local") as server, server.client() as client:
         running = streams(client, 8, 400)
-        os.killpg(server.process.pid, signal.SIGINT)  # Workers get it, too.
-        server.wait_for("SIGINT: finishing 8 requests")
+        os.killpg(server.process.pid, number)
+        server.wait_for(f"{number.name}: finishing 8 requests")
         with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
             client.completions.create(model="", prompt="x")
         assert refused.value.status_code == 503 and int(refused.value.response.headers["retry-after"]) >= 1
@@ -234,14 +236,35 @@ def test_row_2_a_dead_rank_that_may_not_be_restarted_ends_the_server_with_its_co
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_it_serves_under_torchrun() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("place", ["torchrun", "lockstep launch"])
+def test_a_signal_to_torchrun_lets_requests_finish(place: str, number: signal.Signals) -> None:
     torchrun = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "launch.spmd")
-    with tiny(prefix=torchrun) as server, server.client() as client:
-        done = client.completions.create(model="", prompt="Hello", max_tokens=4)
-        assert done.usage and done.usage.completion_tokens <= 4
-        driver = [p for p in psutil.Process(server.process.pid).children() if p.environ().get("RANK") == "0"]
-        driver[0].send_signal(signal.SIGTERM)
-        assert server.end(seconds=30.0) == 0, server.said
+    launch = (str(BIN / "lockstep"), "launch", "--nproc-per-node", "2", "--max-restarts", "3", "--")
+    with tiny(prefix=torchrun if place == "torchrun" else launch) as server, server.client() as client:
+        running = streams(client, 4, 300)
+        server.process.send_signal(number)
+        server.wait_for(f"{number.name}: finishing 4 requests")
+        for stream in running:
+            assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+        code = server.end(seconds=10.0)
+        # torchrun itself calls every signal a failure; the command's own code is what it hides.
+        assert code == (1 if place == "torchrun" else 0), server.said
+        assert "Traceback" not in server.said or place == "torchrun", server.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_second_signal_to_lockstep_launch_ends_everything_and_starts_nothing_again() -> None:
+    launch = (str(BIN / "lockstep"), "launch", "--nproc-per-node", "2", "--max-restarts", "3", "--")
+    with tiny(prefix=launch) as server, server.client() as client:
+        (stream,) = streams(client, 1, 8000)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("SIGTERM: finishing 1 requests")
+        assert server.end(signal.SIGTERM, 5.0) == 128 + signal.SIGTERM, server.said
+        assert server.said.count("ready at") == 1
+        with pytest.raises((openai.APIError, OSError)):
+            list(stream)
 
 
 # ---- the demo model, over Ray, as OpenAI's client sees it

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from launch.run_folder import make_run_folder, remove_traces
+from launch.torchrun_agent import DriverEnded, signals_to_driver
 from tests.checkpoints import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
@@ -86,6 +87,29 @@ def test_row_10_sigkill_of_the_launcher_leaves_nothing(place):
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
     remove_traces(make_run_folder())  # what a killed launcher could not remove, the next start does
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_lockstep_launch_is_the_commands_end_and_no_failure_to_restart(number: signal.Signals):
+    folder = tiny_checkpoint(max_position_embeddings=65536)
+    argv = ["generate", folder, "-tp", "2", "--prompt", "x", "--max-tokens", "60000", "--ignore-eos", "--enforce-eager"]
+    command = under_launch(2, *argv)
+    command[2:2] = ["--max-restarts", "2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as launcher:
+        said = ""
+        for line in launcher.stderr:
+            said += line
+            if line.strip().startswith("ready"):
+                launcher.send_signal(number)
+        assert launcher.wait(10) == 128 + number, said
+    assert said.count("spawn") == 1 and "Traceback" not in said, said
+
+
+def test_a_signal_before_there_is_a_driver_ends_lockstep_launch():
+    with signals_to_driver(), pytest.raises(DriverEnded) as end:
+        signal.raise_signal(signal.SIGTERM)
+    assert end.value.code == 128 + signal.SIGTERM
 
 
 def test_outside_torchrun_the_module_says_how_to_start_it():

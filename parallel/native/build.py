@@ -2,12 +2,14 @@
 
 A library's file name is a digest of what it was made from (the headers of this folder, which any source may include,
 among it), its last bytes are a digest of its content (which a loader ignores), and it gets its name by an atomic
-rename: a truncated or foreign file is compiled anew, never loaded, and any number of processes may build at once.
+rename: a truncated or foreign file is compiled anew, never loaded. Any number of processes may build at once: each
+library is made by one of them, where the file system has locks.
 Sources use no torch headers, so the result serves every torch version.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,7 +18,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from parallel.file_lock import exclusive
 
 COMPILERS = ("cc", "gcc", "clang")
 """The first one found on the PATH is used."""
@@ -59,18 +65,50 @@ def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()
     Raises:
         NativeBuildError: no compiler, an error of the compiler, or a directory that cannot be written to.
     """
-    if not directory:
-        raise NativeBuildError(f"no directory is given to keep the compiled {source.name} in; set library_dir")
-    code = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
     flags = (*FLAGS, *extra_flags)
-    key = hashlib.blake2b(b"\0".join([*code, *(f.encode() for f in flags), _cpu()]), digest_size=12).hexdigest()
-    path = Path(directory) / f"{source.stem}-{key}.so"
-    if not _is_whole(path):
-        _compile(source, flags, path)
+    path = _path(source, directory, flags)
+    _build(source, flags, path, wait=True)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeBuildError(f"the compiled {source.name} cannot be loaded: {error}") from error
+
+
+def build_ahead(sources: Iterable[Path], directory: str) -> None:
+    """Compile what is missing of several sources, as many at once as there are cores for.
+
+    What another process compiles at the moment is left to it, so that processes which start together share the work.
+    Nothing is raised: who loads a library that cannot be compiled hears why.
+    """
+
+    def build(source: Path) -> None:
+        with contextlib.suppress(NativeBuildError):
+            _build(source, FLAGS, _path(source, directory, FLAGS), wait=False)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        list(threads.map(build, sources))
+
+
+def _path(source: Path, directory: str, flags: tuple[str, ...]) -> Path:
+    """Where the library of a source is, or is to be."""
+    if not directory:
+        raise NativeBuildError(f"no directory is given to keep the compiled {source.name} in; set library_dir")
+    code = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    key = hashlib.blake2b(b"\0".join([*code, *(f.encode() for f in flags), _cpu()]), digest_size=12).hexdigest()
+    return Path(directory) / f"{source.stem}-{key}.so"
+
+
+def _build(source: Path, flags: tuple[str, ...], path: Path, *, wait: bool) -> None:
+    """Compile a source unless that was done. Without ``wait``, also not if another process is about to."""
+    if _is_whole(path):
+        return
+    with contextlib.ExitStack() as stack:
+        held = True
+        with contextlib.suppress(OSError):  # A folder without locks or places for them: what is done twice is done.
+            (path.parent / "locks").mkdir(mode=0o700, parents=True, exist_ok=True)
+            held = stack.enter_context(exclusive(path.parent / "locks" / path.name, wait=wait))
+        if held and not _is_whole(path):  # Another process may have had the lock before.
+            _compile(source, flags, path)
 
 
 def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +26,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def libraries(cache: Path) -> list[Path]:
-    return sorted(cache.iterdir())
+    return sorted(cache.glob("*.so"))
 
 
 def test_compiles_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +71,52 @@ def test_many_may_build_at_once(source: Path, cache: Path) -> None:
         loaded = list(threads.map(lambda _: load_library(source, str(cache)), range(4)))
     assert [library.answer() for library in loaded] == [42] * 4
     assert len(libraries(cache)) == 1
+
+
+def test_processes_that_start_together_share_the_work(tmp_path: Path, cache: Path) -> None:
+    """Each of three sources is compiled once, though three processes want all of them; each tells what it compiled."""
+    names = ["a", "b", "c"]
+    for name in names:
+        (tmp_path / f"{name}.c").write_text(f"int answer(void) {{ return {ord(name)}; }}\n")
+    script = f"""if True:
+        import sys
+        from pathlib import Path
+        from parallel.native import build
+        compiled, compile_one = [], build._compile
+        build._compile = lambda source, *rest: (compiled.append(source.stem), compile_one(source, *rest))
+        sources = [Path({str(tmp_path)!r}, name + ".c") for name in {names}]
+        sys.stdin.readline()
+        build.build_ahead(sources, {str(cache)!r})
+        assert [build.load_library(source, {str(cache)!r}).answer() for source in sources] == [97, 98, 99]
+        print(" ".join(compiled))
+    """
+    command = [sys.executable, "-c", script]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 3
+    assert sorted(" ".join(said).split()) == names
+
+
+def test_where_there_are_no_locks_it_is_compiled_all_the_same(source: Path, cache: Path) -> None:
+    cache.mkdir()
+    (cache / "locks").touch()
+    build.build_ahead([source], str(cache))
+    assert len(libraries(cache)) == 1
+    assert load_library(source, str(cache)).answer() == 42
+
+
+def test_to_build_ahead_says_nothing_of_what_cannot_be_built(source: Path, cache: Path) -> None:
+    broken = source.with_name("broken.c")
+    broken.write_text("int answer(void) { return nothing; }\n")
+    build.build_ahead([broken, source], str(cache))
+    assert len(libraries(cache)) == 1
+    with pytest.raises(NativeBuildError, match="nothing"):
+        load_library(broken, str(cache))
+    build.build_ahead([source], "")
 
 
 def test_what_is_missing_is_said(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

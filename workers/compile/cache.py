@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any
 
 import msgpack
 
+from parallel.file_lock import exclusive
 from runtime.protocol import pack
 
 log = logging.getLogger("lockstep")
@@ -113,25 +113,12 @@ class Store:
             held = True
             if self.root is not None:
                 try:
-                    held = self._acquire(stack, self.root / "locks", key, wait)
+                    folder = self.root / "locks"
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    held = stack.enter_context(exclusive(folder / key, wait=wait, on_wait=_say_waiting))
                 except OSError as error:
                     self._cannot_write(error)
             yield held
-
-    def _acquire(self, stack: contextlib.ExitStack, folder: Path, key: str, wait: bool) -> bool:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # The file stays: removing it would let two processes hold locks on two files of one name. The kernel ends
-        # the lock with the process, however that dies.
-        descriptor = os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        stack.callback(os.close, descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if not wait:
-                return False
-            log.info("waiting for another process that compiles the same code")
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        return True
 
     @contextlib.contextmanager
     def scratch(self, *, keep: bool = False) -> Generator[str]:
@@ -224,3 +211,7 @@ def _verified(folder: Path, key: str) -> dict[str, bytes]:
             raise ValueError(f"{name} is damaged")
         files[name] = content
     return files
+
+
+def _say_waiting() -> None:
+    log.info("waiting for another process that compiles the same code")

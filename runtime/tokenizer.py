@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import ByteLevel
 
 from runtime.chat_template import ChatTemplate, plain_messages
 from runtime.checkpoint import MAX_JSON_BYTES, checked_folder, read_json_object
@@ -41,9 +42,10 @@ class Tokenizer:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
         self._template = template
-        self._special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._byte_letters = _byte_letters() if "ByteLevel" in repr(backend.decoder) else {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens it knows, added ones included. A model's own vocabulary may be padded to more."""
         self.byte_fallback: bool = _has_byte_fallback(backend)
@@ -144,6 +146,15 @@ class Tokenizer:
         token = self._backend.id_to_token(token_id) or ""
         return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's part of a text's UTF-8, which may begin or end within a character; special ones as written."""
+        token = self._backend.id_to_token(token_id) or ""
+        if self.is_byte(token_id):
+            return bytes.fromhex(token[3:5])
+        if self._byte_letters and token_id not in self._added_ids and set(token) <= self._byte_letters.keys():
+            return bytes(self._byte_letters[letter] for letter in token)
+        return self.decode((token_id,), skip_special_tokens=False).encode()
+
     def close(self) -> None:
         """End the helper process of the chat template, if one runs."""
         if self._template is not None:
@@ -223,6 +234,17 @@ def _content(token: Any) -> str | None:
 
 def _has_byte_fallback(backend: Backend) -> bool:
     return backend.decoder is not None and "ByteFallback" in repr(backend.decoder)
+
+
+def _byte_letters() -> dict[str, int]:
+    """The bytes that the letters of byte-level tokens stand for (GPT-2's ``bytes_to_unicode``).
+
+    Printable bytes of Latin-1 are letters themselves; the others have the letters after those, in order.
+    """
+    letters = sorted(ByteLevel.alphabet())
+    own = [letter for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(map(ord, own)))
+    return {letter: ord(letter) for letter in own} | dict(zip(letters[len(own) :], others, strict=True))
 
 
 class IncrementalDetokenizer:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.request import TokenLogprob
-from runtime.tokenizer import Tokenizer
+from runtime.tokenizer import REPLACEMENT, Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write."""
 
 
 class TokenTexts:
-    """The text of single tokens, each decoded once."""
+    """The text of single tokens, each decoded once, and their bytes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -26,13 +26,17 @@ class TokenTexts:
             text = self._texts[token_id] = self._tokenizer.decode((token_id,), skip_special_tokens=False)
         return text
 
+    def bytes_of(self, token_id: int) -> list[int]:
+        """The token's UTF-8, of a cut character, too: what all tokens have, joined, is the text's."""
+        text = self[token_id]
+        return list(self._tokenizer.token_bytes(token_id) if REPLACEMENT in text else text.encode())
+
 
 def chat_logprobs(tokens: Sequence[TokenLogprob], texts: TokenTexts, num_top: int) -> dict[str, Any]:
     """``choices[].logprobs`` of a chat completion."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = texts[token_id]
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        return {"token": texts[token_id], "logprob": _finite(logprob), "bytes": texts.bytes_of(token_id)}
 
     content = [
         {**entry(t.token_id, t.logprob), "top_logprobs": [entry(*pair) for pair in t.top[:num_top]]} for t in tokens

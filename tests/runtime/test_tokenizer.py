@@ -228,6 +228,18 @@ def test_refuses_what_are_no_ids(loaded: Tokenizer, ids: Any) -> None:
         loaded.decode(ids)
 
 
+# ---- bytes
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "".join(map(chr, range(32, 1000))), "<tool>né\u00a0🙂</tool>\ufffd"])
+def test_the_bytes_of_tokens_joined_are_those_of_the_text(loaded: Tokenizer, text: str) -> None:
+    ids = loaded.encode(text, add_special_tokens=False)
+    joined = b"".join(map(loaded.token_bytes, ids))
+    if loaded.byte_fallback:  # Its decoder drops the space that begins a text, of single tokens, too.
+        joined, text = joined.replace(b" ", b""), text.replace(" ", "")
+    assert joined == text.encode()
+
+
 # ---- broken folders
 
 

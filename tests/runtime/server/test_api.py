@@ -215,6 +215,20 @@ def test_a_chat(client: openai.OpenAI, server: Running) -> None:
     assert (entry.token, entry.logprob, entry.bytes, len(entry.top_logprobs)) == ("P", -80.0, [80], 1)
 
 
+def test_the_bytes_of_a_chats_tokens_are_those_of_the_text_even_within_a_character(
+    client: openai.OpenAI, server: Running
+) -> None:
+    text = "né 🙂"
+    script(server, text, then=(EOS,))
+    (choice,) = client.chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "x"}], logprobs=True
+    ).choices
+    entries = choice.logprobs.content
+    assert choice.message.content == text and len(entries) == len(text.encode()) + 1
+    assert bytes(byte for entry in entries[:-1] for byte in entry.bytes) == text.encode()
+    assert [entry.token for entry in entries[:3]] == ["n", "\ufffd", "\ufffd"]
+
+
 def test_a_streamed_chat(client: openai.OpenAI, server: Running) -> None:
     asked: dict[str, Any] = {
         "model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 30, "seed": 1, "n": 2,

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from launch.args import UsageError, nearest
-from launch.output import OutputClosed, write_line
+from launch.output import OutputClosed, protect_stderr, write_line
 from runtime.errors import InputError, LockstepError
 
 
@@ -52,6 +52,7 @@ class Terminated(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and give its exit code. Errors that are not ours propagate with their traceback."""
+    protect_stderr()
     words = list(sys.argv[1:] if argv is None else argv)
     name = f"lockstep {words[0]}" if words and words[0] in COMMANDS else "lockstep"
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -123,9 +124,8 @@ def _sigterm_raises() -> Generator[None]:
 
 
 def _say(text: str) -> None:
-    """A last word on stderr; nobody may be there to read it."""
-    with contextlib.suppress(BrokenPipeError):
-        print(text, file=sys.stderr, flush=True)
+    """A last word on stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -90,8 +90,10 @@ class Progress:
 
     def _write(self, text: str) -> None:
         if self._enabled:
-            self._stream.write(text)
-            self._stream.flush()
+            # In a program of the user's, stderr is theirs: a bar that cannot be drawn must not end their work.
+            with suppress(OSError):
+                self._stream.write(text)
+                self._stream.flush()
 
 
 class Bar:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launch.output import protect_stderr
 from launch.run_folder import remove_traces
 from runtime.channel import Channel, connect
 from runtime.config import EngineConfig
@@ -165,6 +166,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket with the orders")
     parser.add_argument("--parent", type=int, default=0, help="die with this process; 0: do not")
     arguments = parser.parse_args()
+    protect_stderr()
     if arguments.parent:
         die_with_parent(arguments.parent)
     inherited = Channel(socket.socket(fileno=arguments.fd))

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from launch.accept import accept_ranks
 from launch.environment import TorchrunRanks, torchrun_ranks
 from launch.local import spawn_rank
+from launch.output import protect_stderr
 from launch.rank_process import Orders, die_with_parent, host_identity, make_orders
 from launch.ranks import RankHandle, StartedRank
 from launch.run_folder import PREFIX
@@ -367,6 +368,7 @@ def run_orders(control: Channel) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """What every process of ``torchrun -m launch.spmd COMMAND ...`` does; gives its exit code."""
+    protect_stderr()
     ranks = torchrun_ranks()
     if ranks is None:
         print(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from launch.args import Parser, Settings, add_engine_flags, add_model, read_settings
+from launch.output import OutputError
 from launch.progress import Bar, Progress, Throughput
 from runtime.errors import InputError, LockstepError, QueueFullError
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from runtime.server.serving import Serving
 
 URLS = ("/v1/chat/completions", "/v1/completions")
+
+NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
 
 
 def build_parser() -> Parser:
@@ -147,6 +151,7 @@ def complete_file(path: str, other_than: str) -> Generator[TextIO]:
 
     Raises:
         InputError: it cannot be written there; nothing was done yet.
+        OutputError: the disk became full.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
@@ -164,6 +169,10 @@ def complete_file(path: str, other_than: str) -> Generator[TextIO]:
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(target)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise OutputError(path, error) from None
     finally:
         partial.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-import launch.spmd
+import launch.torchrun_agent
 from launch import cli
 from launch.commands.launch import torchrun_arguments
 from runtime.config import SamplingParams, StructuredOutputs
@@ -393,7 +393,9 @@ def test_generate_asks_for_structured_output(llm: type[FakeLLM], lockstep: Locks
 
 def test_launch_hands_over_torchruns_arguments(lockstep: Lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(launch.spmd, "launch", lambda arguments, command: seen.extend([arguments, command]) or 7)
+    monkeypatch.setattr(
+        launch.torchrun_agent, "launch", lambda arguments, command: seen.extend([arguments, command]) or 7
+    )
     command = ["generate", "demo", "-tp", "2", "--prompt", "x"]
     assert lockstep("launch", "--nnodes", "1", "--nproc-per-node", "2", "--", *command)[0] == 7
     assert (seen[0].nnodes, seen[0].nproc_per_node, seen[1]) == ("1", "2", command)

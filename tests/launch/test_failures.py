@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -132,6 +133,41 @@ def test_row_8_a_stage_that_takes_too_long_names_its_flag(monkeypatch: pytest.Mo
     with pytest.raises(RankTimeoutError, match="--weights-timeout") as caught:
         start(weights_timeout=1.0)
     assert caught.value.stage == "weights" and caught.value.rank == 1
+
+
+def test_row_13_a_start_sweeps_what_dead_runs_left_and_nothing_else(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        process.wait()
+    dead, alive = process.pid, os.getpid()
+    names = {pid: Path(f"/dev/shm/lockstep-{pid}-somebody-tp") for pid in (dead, alive)}
+    folders = {pid: Path(tempfile.gettempdir(), f"lockstep-{pid}-somebody") for pid in (dead, alive)}
+    try:
+        for pid in (dead, alive):
+            names[pid].write_bytes(b"x" * 4096)
+            folders[pid].mkdir()
+        with start() as llm, start() as other:  # Two engines at once, too.
+            assert [llm.generate(PROMPTS, GREEDY)[0].token_ids] == [other.generate(PROMPTS, GREEDY)[0].token_ids]
+            assert [path.exists() for path in (names[dead], folders[dead])] == [False, False]
+            assert [path.exists() for path in (names[alive], folders[alive])] == [True, True]
+    finally:
+        for pid in (dead, alive):
+            names[pid].unlink(missing_ok=True)
+            remove_traces(str(folders[pid]))
+
+
+def test_row_14_a_full_shared_memory_says_need_and_have():
+    """In a mount namespace of its own, where /dev/shm has 64 KiB."""
+    command = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && exec {LOCKSTEP} generate {tiny_checkpoint()} --prompt x"
+    flags = "--enforce-eager -tp 2 --distributed-executor-backend local"
+    isolated = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
+    if subprocess.run([*isolated, "mount -t tmpfs tmpfs /dev/shm"], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount a /dev/shm of their own")
+    begun = time.monotonic()
+    done = subprocess.run([*isolated, f"{command} {flags}"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1, done.stderr
+    said = next(line for line in done.stderr.splitlines() if line.startswith("lockstep generate: "))
+    assert re.search(r"/dev/shm has 65536 bytes left, but the collectives need \d+; .*--shm-size", said)
+    assert time.monotonic() - begun < 10.0  # Two seconds from when the ranks meet, which have to start before.
 
 
 @pytest.mark.parametrize("when", ["starting", "running"])

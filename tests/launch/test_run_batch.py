@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -196,6 +197,19 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
     assert (code, lines) == (137, [{"old": 1}])
     assert "killed by signal 9 (SIGKILL)" in err
     assert llm.made[0].bench.executor.closed
+
+
+def test_a_full_disk_is_told_in_a_line_and_leaves_no_half_output(
+    llm: type[FakeAsyncLLM], batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_batch.os, "fsync", full)
+    code, lines, err = batch(completion("a"))
+    assert (code, lines) == (1, []) and not list(tmp_path.glob(".*"))
+    assert err.splitlines()[-1].startswith("lockstep run-batch: the results cannot be written to")
+    assert "No space left on device" in err
 
 
 def test_ctrl_c_leaves_no_output(llm: type[FakeAsyncLLM], batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:

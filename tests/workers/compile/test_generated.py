@@ -6,13 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.library import Library
 
+from parallel.library import register_op
 from workers.compile.generated import GeneratedCode, NotPortableError, extract, loop_file, make_callable
 
 HEADER = '''
 """Compile-time auto-tuning block"""
 from ctypes import c_void_p
 import torch
+from torch.library import Library
 import math
 from math import inf, nan
 from torch._inductor.hooks import run_intermediate_hooks
@@ -73,6 +76,28 @@ def test_only_what_the_function_needs_is_kept_and_runs() -> None:
     arguments = [torch.eye(2), 2]
     torch.testing.assert_close(run(arguments)[0], torch.eye(2) * 4)
     assert arguments == []
+
+
+def test_our_ops_are_called_as_the_functions_that_they_are() -> None:
+    """Others, and ours without a function for the CPU, by the dispatcher."""
+    library = Library("lockstep", "FRAGMENT")
+    seen: list[object] = []
+    loops = {"double": print}
+
+    def direct(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return torch.zeros(1)
+
+    register_op("made_for_cpu", direct, target_library=library, dispatch_key="CPU")
+    register_op("made_for_meta", direct, target_library=library, dispatch_key="Meta")
+    calls = "torch.ops.lockstep.made_for_cpu.default(a), torch.ops.aten.neg.default(b)"
+    code = extract(module("a, b = args", "args.clear()", f"return ({calls})"), 2, EXTERN)
+    out = make_callable(code, loops, "test")(["no tensor: the dispatcher would refuse it", torch.ones(1)])
+    assert seen == ["no tensor: the dispatcher would refuse it"]
+    assert [value.item() for value in out] == [0.0, -1.0]
+    meta = extract(module("a, b = args", "return (torch.ops.lockstep.made_for_meta.default(a), b)"), 2, EXTERN)
+    with pytest.raises(RuntimeError, match="made_for_meta"):
+        make_callable(meta, loops, "test")(["no tensor", 1])
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 
+UNFINISHED = ".unfinished"
+"""Added to the output's name if the run ends early."""
+
 NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
 
 
@@ -44,7 +47,13 @@ def build_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("-i", "--input-file", metavar="FILE", required=True, help="the requests; '-': standard input")
-    parser.add_argument("-o", "--output-file", metavar="FILE", required=True, help="the answers; appears when complete")
+    parser.add_argument(
+        "-o",
+        "--output-file",
+        metavar="FILE",
+        required=True,
+        help="the answers; appears when complete (early end: FILE.unfinished)",
+    )
     parser.add_argument(
         "--served-model-name", metavar="NAME", nargs="+", default=None,
         help="what requests may call the model (default: MODEL as given)",
@@ -147,7 +156,10 @@ def _error(code: str, message: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def complete_file(path: str, other_than: str) -> Generator[TextIO]:
-    """A file to write that takes the place of ``path`` when the block ends well, and is removed if it does not.
+    """A file to write that takes the place of ``path`` when the block ends well.
+
+    If it does not, what was written is kept beside it under another name (:data:`UNFINISHED`): hours of work may be in
+    it, and every line says which request it answers.
 
     Raises:
         InputError: it cannot be written there; nothing was done yet.
@@ -173,6 +185,11 @@ def complete_file(path: str, other_than: str) -> Generator[TextIO]:
         if error.errno not in NO_ROOM:
             raise
         raise OutputError(path, error) from None
+    except BaseException:
+        if partial.stat().st_size:
+            kept = partial.replace(target.with_name(target.name + UNFINISHED))
+            print(f"lockstep run-batch: the answers that were ready are in {kept}", file=sys.stderr)
+        raise
     finally:
         partial.unlink(missing_ok=True)
 
@@ -240,6 +257,8 @@ class Batch:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+            # After an early end: answers that waited for one before them.
+            self._output.writelines(line + "\n" for _, line in sorted(self._lines.items()))
 
     async def _work(self) -> None:
         for index, item in self._left:

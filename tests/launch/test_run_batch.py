@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import signal
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from launch.commands import run_batch
 from runtime.async_engine import AsyncEngine
 from runtime.config import SamplingParams
 from runtime.errors import RankDiedError
+from runtime.protocol import StepResult
 from tests.runtime.engine_bench import MODEL, VOCAB, Bench, byte_tokenizer, text_ids
 from tests.runtime.fake_executor import expected_output
 
@@ -186,17 +189,35 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
     llm: type[FakeAsyncLLM], batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out.jsonl").write_text('{"old": 1}\n')
-    submit = Bench.__init__
+    make, write, answered = Bench.__init__, run_batch.Batch._write, threading.Event()
+
+    def watched(self: run_batch.Batch, index: int, line: str) -> None:
+        write(self, index, line)
+        if index == 2:
+            answered.set()
 
     def broken(self: Bench, *args: Any, **settings: Any) -> None:
-        submit(self, *args, **settings)
-        self.executor.failing_steps[3] = RankDiedError(rank=1, returncode=-9)
+        make(self, *args, **settings)
+        collect, self.executor.failing_steps[20] = self.executor.collect, RankDiedError(rank=1, returncode=-9)
+        calls = itertools.count()
 
+        def collect_late() -> StepResult:
+            assert next(calls) < 10 or answered.wait(20.0), "the short requests were never answered"
+            return collect()
+
+        monkeypatch.setattr(self.executor, "collect", collect_late)
+
+    monkeypatch.setattr(run_batch.Batch, "_write", watched)
     monkeypatch.setattr(Bench, "__init__", broken)
-    code, lines, err = batch(*(completion(str(number)) for number in range(30)), flags="--max-restarts 0")
+    # The second one is ready before the first, which never will be.
+    asked = [completion("long", max_tokens=150), *(completion(str(n), max_tokens=2) for n in range(2))]
+    code, lines, err = batch(*asked, flags="--max-restarts 0")
     assert (code, lines) == (137, [{"old": 1}])
     assert "killed by signal 9 (SIGKILL)" in err
     assert llm.made[0].bench.executor.closed
+    kept = tmp_path / "out.jsonl.unfinished"
+    assert [json.loads(line)["custom_id"] for line in kept.read_text().splitlines()] == ["0", "1"]
+    assert f"the answers that were ready are in {kept}" in err
 
 
 def test_a_full_disk_is_told_in_a_line_and_leaves_no_half_output(
@@ -208,6 +229,7 @@ def test_a_full_disk_is_told_in_a_line_and_leaves_no_half_output(
     monkeypatch.setattr(run_batch.os, "fsync", full)
     code, lines, err = batch(completion("a"))
     assert (code, lines) == (1, []) and not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob("*.unfinished"))
     assert err.splitlines()[-1].startswith("lockstep run-batch: the results cannot be written to")
     assert "No space left on device" in err
 

@@ -19,7 +19,8 @@
 #define BYTES_OF_TILE 32768 /* of w and x, with several: so that they stay in the first cache */
 #define TOKENS_AT_ONCE 96   /* with many: a longer batch goes in runs of this size, each of which reads w again */
 #define ROWS_OF_PANEL 24
-#define STEPS_OF_PANEL (512 / STEP)
+#define WIDTH_OF_PANEL 640 /* numbers of a row: few enough for the caches, and a row of 576 is not two runs */
+#define STEPS_OF_PANEL (WIDTH_OF_PANEL / STEP)
 #define WIDEN_ALONE 65536 /* numbers of x that are not worth dividing */
 
 /* Keep in step with cpu_linear.py. */
@@ -43,13 +44,26 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 static void finish_tile(const run *all, long row, int rows, long token, int tokens, const floats *sums) {
     const product *p = all->p;
     const int out_dtype = (int)p->out_dtype;
+    const long number = bytes_of(out_dtype);
+    float bias[MOST_ROWS];
+    if (p->bias)
+        for (int r = 0; r < rows; r++) bias[r] = load_number((int)p->dtype, p->bias, row + r);
+    if (rows == 4) { /* Next to each other in the result: four at a time. */
+        for (int t = 0; t < tokens; t++) {
+            float summed[4];
+            sum_lanes_apart(sums + t, tokens, summed);
+            if (p->bias)
+                for (int r = 0; r < 4; r++) summed[r] += bias[r];
+            store_four(out_dtype, summed, all->out + ((token + t) * p->rows + row) * number);
+        }
+        return;
+    }
     float summed[MOST_SUMS];
     for (int i = 0; i < rows * tokens; i += 4) sum_lanes(sums + i, summed + i);
     for (int r = 0; r < rows; r++) {
-        const float bias = p->bias ? load_number((int)p->dtype, p->bias, row + r) : 0.0f;
         for (int t = 0; t < tokens; t++) {
             const float sum = summed[r * tokens + t];
-            store_number(out_dtype, all->out, (token + t) * p->rows + row + r, p->bias ? sum + bias : sum);
+            store_number(out_dtype, all->out, (token + t) * p->rows + row + r, p->bias ? sum + bias[r] : sum);
         }
     }
 }
@@ -173,7 +187,7 @@ static void multiply_panel(void *work, long part) {
     float panel[ROWS_OF_PANEL * PANEL_STRIDE] __attribute__((aligned(64)));
     floats kept[ROWS_OF_PANEL * TOKENS_AT_ONCE];
     for (long begin = 0, end; begin < all->steps; begin = end) {
-        end = least(begin + STEPS_OF_PANEL, all->steps);
+        end = least(begin + all->steps_at_once, all->steps);
         widen_panel(p, first, rows, begin, end, panel);
         floats *sums = kept;
         for (long row = 0; row < rows; row += PANEL_ROWS) {
@@ -203,7 +217,10 @@ static void plan_parts(run *all) {
     const int bytes = bytes_of((int)p->dtype);
     all->rows_of_part = ROWS_OF_PANEL;
     all->steps_at_once = all->steps;
-    if (p->tokens <= TOKENS_OF_TILE) {
+    if (p->tokens > MOST_FEW) {
+        const long runs = (all->steps + STEPS_OF_PANEL - 1) / STEPS_OF_PANEL;
+        all->steps_at_once = (all->steps + runs - 1) / runs;
+    } else if (p->tokens <= TOKENS_OF_TILE) {
         all->rows_of_part = round_up(BYTES_OF_PART / (p->width * bytes) + 1, ROWS_OF_PANEL);
     } else {
         all->steps_at_once = BYTES_OF_TILE / (STEP * (TOKENS_OF_TILE * (long)sizeof(float) + 2 * bytes));

@@ -34,6 +34,8 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef floats floats_anywhere __attribute__((aligned(1), may_alias));
 typedef words words_anywhere __attribute__((aligned(1), may_alias));
+typedef uint32_t four_words __attribute__((vector_size(16)));
+typedef uint16_t four_halves __attribute__((vector_size(8)));
 
 INLINE floats load_floats(const void *from) { return *(const floats_anywhere *)from; }
 
@@ -122,6 +124,22 @@ INLINE void store_number(int dtype, void *to, long at, float value) {
         ((uint16_t *)to)[at] = float_to_fp16(value);
     } else {
         ((float *)to)[at] = value;
+    }
+}
+
+/* Four consecutive numbers, rounded as store_number does it. */
+INLINE void store_four(int dtype, const float *from, void *to) {
+    if (dtype == FLOAT32) {
+        memcpy(to, from, 4 * sizeof *from);
+    } else if (dtype == BFLOAT16) {
+        four_words bits;
+        memcpy(&bits, from, sizeof bits);
+        const four_words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+        const four_words is_nan = (four_words)((bits & 0x7fffffffu) > 0x7f800000u);
+        const four_halves narrow = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0u & is_nan), four_halves);
+        memcpy(to, &narrow, sizeof narrow);
+    } else {
+        for (int i = 0; i < 4; i++) ((uint16_t *)to)[i] = float_to_fp16(from[i]);
     }
 }
 
@@ -215,19 +233,19 @@ INLINE floats exponential(floats x) {
     return choose((words)(x < spread(-87.0f)), spread(0), power * (floats)exponent);
 }
 
-/* Four sums at once: into[i] is the sum of the lanes of from[i]. Always the same tree: the upper half of the lanes is
- * added to the lower half until one is left. */
-INLINE void sum_lanes(const floats *from, float *into) {
+/* Four sums at once: into[i] is the sum of the lanes of from[i * stride]. Always the same tree: the upper half of the
+ * lanes is added to the lower half until one is left. */
+INLINE void sum_lanes_apart(const floats *from, long stride, float *into) {
 #if defined(__AVX__)
     __m128 sum[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
 #if defined(__AVX512F__)
-        const __m512 all = (__m512)from[i];
+        const __m512 all = (__m512)from[i * stride];
         const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(all), 1));
         const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), upper);
 #else
-        const __m256 half = (__m256)from[i];
+        const __m256 half = (__m256)from[i * stride];
 #endif
         sum[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
     }
@@ -239,12 +257,14 @@ INLINE void sum_lanes(const floats *from, float *into) {
 #else
     for (int i = 0; i < 4; i++) {
         float lane[LANES];
-        memcpy(lane, &from[i], sizeof lane);
+        memcpy(lane, &from[i * stride], sizeof lane);
         for (int half = LANES / 2; half; half /= 2)
             for (int l = 0; l < half; l++) lane[l] += lane[l + half];
         into[i] = lane[0];
     }
 #endif
 }
+
+INLINE void sum_lanes(const floats *from, float *into) { sum_lanes_apart(from, 1, into); }
 
 #endif

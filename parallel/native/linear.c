@@ -5,9 +5,9 @@
  * share a tile, how the work is cut into parts and which thread does them changes nothing, so the bits of a token's
  * result do not depend on the other tokens or on the number of threads.
  *
- * With few tokens all time goes into reading w, so it is read once, as it is, and widened in registers. With more, a
- * panel of its rows is widened first, and all tokens pass over it while it is in the first cache. x is always widened
- * before, into what tiles.h calls a vector.
+ * With few tokens all time goes into reading w, so it is read once, in a few long streams, and widened in registers.
+ * With more, a panel of its rows is taken through all tokens while it is in the first cache; with many, it is widened
+ * first. x is always widened before, into what tiles.h calls a vector.
  */
 #include "pool.h"
 #include "tiles.h"
@@ -40,15 +40,15 @@ typedef struct {
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
-/* A tile's sums, now whole, to where they belong; of the first `rows` rows. */
-static void finish_tile(const run *all, long row, int rows, long token, int tokens, const floats *sums) {
+/* A tile's sums, now whole, to where they belong; of the first `rows` rows, which are `apart` rows from each other. */
+static void finish_tile(const run *all, long row, int rows, long apart, long token, int tokens, const floats *sums) {
     const product *p = all->p;
     const int out_dtype = (int)p->out_dtype;
     const long number = bytes_of(out_dtype);
     float bias[MOST_ROWS];
     if (p->bias)
-        for (int r = 0; r < rows; r++) bias[r] = load_number((int)p->dtype, p->bias, row + r);
-    if (rows == 4) { /* Next to each other in the result: four at a time. */
+        for (int r = 0; r < rows; r++) bias[r] = load_number((int)p->dtype, p->bias, row + r * apart);
+    if (rows == 4 && apart == 1) { /* Next to each other in the result: four at a time. */
         for (int t = 0; t < tokens; t++) {
             float summed[4];
             sum_lanes_apart(sums + t, tokens, summed);
@@ -63,12 +63,12 @@ static void finish_tile(const run *all, long row, int rows, long token, int toke
     for (int r = 0; r < rows; r++) {
         for (int t = 0; t < tokens; t++) {
             const float sum = summed[r * tokens + t];
-            store_number(out_dtype, all->out, (token + t) * p->rows + row + r, p->bias ? sum + bias[r] : sum);
+            store_number(out_dtype, all->out, (token + t) * p->rows + row + r * apart, p->bias ? sum + bias[r] : sum);
         }
     }
 }
 
-/* ---- few tokens: one pass over w */
+/* ---- few tokens: one pass over w, as it is */
 
 typedef void few_function(int fresh, const char *w, long w_bytes, const float *x, long x_stride, long steps,
                           floats *sums);
@@ -100,19 +100,37 @@ static few_function *const few_tiles[3][TOKENS_OF_TILE + 1] = {EACH_FEW(NAMES_OF
 static few_function *const row_tiles[3][TOKENS_OF_TILE + 1] = {EACH_ROW(NAMES_OF)};
 
 /* Steps `begin` to `end` of a tile; in the last of them, numbers that are not there count as zeros. */
-static void add_steps(const run *all, few_function *tile, long row, int rows, long token, long begin, long end,
-                      floats *sums) {
+static void add_steps(const run *all, few_function *tile, long row, int rows, long apart, long token, long begin,
+                      long end, floats *sums) {
     const product *p = all->p;
     const long number = bytes_of((int)p->dtype), whole = p->width / STEP, x_stride = all->steps * STEP;
+    const long w_bytes = apart * p->width * number;
     const char *w = p->w + row * p->width * number;
     const float *x = all->wide + token * x_stride;
-    tile(!begin, w + begin * STEP * number, p->width * number, x + begin * STEP, x_stride, least(end, whole) - begin,
+    tile(!begin, w + begin * STEP * number, w_bytes, x + begin * STEP, x_stride, least(end, whole) - begin,
          sums);
     if (end > whole) {
         char rest[MOST_ROWS][STEP * sizeof(float)] = {{0}};
         for (int r = 0; r < rows; r++)
-            memcpy(rest[r], w + (r * p->width + whole * STEP) * number, (size_t)((p->width - whole * STEP) * number));
+            memcpy(rest[r], w + r * w_bytes + whole * STEP * number, (size_t)((p->width - whole * STEP) * number));
         tile(0, rest[0], sizeof rest[0], x + whole * STEP, x_stride, 1, sums);
+    }
+}
+
+/* One part with one tile of tokens: it waits for memory. The rows of a tile are as far apart as they can be, so that
+ * each reads on where it was in the tile before: CPUs fetch a few long streams ahead by themselves, and faster than
+ * they can be told to, but not many short ones. */
+static void multiply_streams(const run *all, long first, long last) {
+    const int dtype = (int)all->p->dtype, tokens = (int)all->tokens, rows = few_rows[tokens];
+    const long apart = (last - first) / rows;
+    floats sums[MOST_SUMS];
+    for (long row = first; row < first + apart; row++) {
+        add_steps(all, few_tiles[dtype][tokens], row, rows, apart, 0, 0, all->steps, sums);
+        finish_tile(all, row, rows, apart, 0, tokens, sums);
+    }
+    for (long row = first + rows * apart; row < last; row++) {
+        add_steps(all, row_tiles[dtype][tokens], row, 1, 1, 0, 0, all->steps, sums);
+        finish_tile(all, row, 1, 1, 0, tokens, sums);
     }
 }
 
@@ -122,6 +140,10 @@ static void multiply_few(void *work, long part) {
     const int dtype = (int)all->p->dtype;
     const long tiles = (all->tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE;
     const long first = part * all->rows_of_part, last = least(first + all->rows_of_part, all->p->rows);
+    if (all->tokens <= TOKENS_OF_TILE) {
+        multiply_streams(all, first, last);
+        return;
+    }
     floats kept[ROWS_OF_PANEL * MOST_FEW + 3]; /* of all tiles of a panel, if it takes several runs of steps */
     for (long panel = first, bottom; panel < last; panel = bottom) {
         bottom = least(panel + ROWS_OF_PANEL, last);
@@ -134,8 +156,8 @@ static void multiply_few(void *work, long part) {
                 for (long row = panel; row < bottom;) {
                     const int tall = bottom - row >= few_rows[tokens], rows = tall ? few_rows[tokens] : 1;
                     few_function *function = (tall ? few_tiles : row_tiles)[dtype][tokens];
-                    add_steps(all, function, row, rows, token, begin, end, sums);
-                    if (end == all->steps) finish_tile(all, row, rows, token, tokens, sums);
+                    add_steps(all, function, row, rows, 1, token, begin, end, sums);
+                    if (end == all->steps) finish_tile(all, row, rows, 1, token, tokens, sums);
                     if (all->steps_at_once < all->steps) sums += rows * tokens;
                     row += rows;
                 }
@@ -196,7 +218,7 @@ static void multiply_panel(void *work, long part) {
                 panel_tiles[tokens](!begin, panel + row * PANEL_STRIDE, all->wide + token * x_stride + begin * STEP,
                                     x_stride, end - begin, sums);
                 if (end == all->steps)
-                    finish_tile(all, first + row, (int)least(PANEL_ROWS, rows - row), token, (int)tokens, sums);
+                    finish_tile(all, first + row, (int)least(PANEL_ROWS, rows - row), 1, token, (int)tokens, sums);
             }
         }
     }

@@ -57,6 +57,11 @@ class TorchrunRanks:
     restart_count: int
     agent_store: bool
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all of them run on this host."""
+        return self.local_world_size == self.world_size
+
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Our variables as they are now. Raises :class:`ConfigError` for a value that cannot be used."""

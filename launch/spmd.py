@@ -128,7 +128,7 @@ class StoreRendezvous:
 
 def open_rendezvous(ranks: TorchrunRanks) -> FileRendezvous | StoreRendezvous:
     """The rendezvous that fits how torchrun placed its processes."""
-    return FileRendezvous(ranks) if ranks.local_world_size == ranks.world_size else StoreRendezvous(ranks)
+    return FileRendezvous(ranks) if ranks.one_host else StoreRendezvous(ranks)
 
 
 # ---- the driver's side
@@ -211,9 +211,12 @@ class TorchrunLauncher:
                 f"tensor_parallel_size is {size}, torchrun started {self._ranks.world_size} processes; make them equal"
             )
         deadline = time.monotonic() + timeout
-        one_host = self._ranks.local_world_size == size
         secret = secrets.token_bytes(32)
-        address = f"unix:{config.run_dir}/driver" if one_host else f"tcp:{socket.gethostbyname(socket.gethostname())}"
+        address = (
+            f"unix:{config.run_dir}/driver"
+            if self._ranks.one_host
+            else f"tcp:{socket.gethostbyname(socket.gethostname())}"
+        )
         listener = ChannelListener(address, secret)
         try:
             agents = self._meet_agents(listener, secret, size, deadline)
@@ -324,8 +327,7 @@ def serve_as_agent(ranks: TorchrunRanks, rendezvous: Rendezvous) -> int:
         with contextlib.suppress(OSError):  # The driver was done before, and has removed the folder.
             rendezvous.publish(f"bye-{ranks.rank}", b"1")
 
-    one_host = ranks.local_world_size == ranks.world_size
-    wait = Patience(leave).while_needed if one_host else contextlib.nullcontext
+    wait = Patience(leave).while_needed if ranks.one_host else contextlib.nullcontext
     seen = b""
     while True:
         seen = rendezvous.wait(DRIVER, timeout=7 * 86400.0, other_than=seen)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from launch.run_folder import PREFIX
+from runtime.errors import shell_code
 
 if TYPE_CHECKING:
     import argparse
@@ -80,6 +81,7 @@ def signals_to_driver() -> Generator[None]:
     waiting = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         nonlocal waiting
         driver = find_driver()
         if driver is None:
@@ -110,8 +112,3 @@ def find_driver() -> int | None:
             if child.environ().get("RANK") == "0" and child.status() != psutil.STATUS_ZOMBIE:
                 return child.pid
     return None
-
-
-def shell_code(returncode: int) -> int:
-    """A process's exit code as a shell has it: 128 + N for signal N."""
-    return 128 - returncode if returncode < 0 else returncode

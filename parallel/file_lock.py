@@ -16,7 +16,7 @@ def exclusive(path: Path, *, wait: bool = True, on_wait: Callable[[], object] | 
     The file stays behind: removing it would let two processes hold locks on two files of one name.
 
     Args:
-        path: a file in a folder that exists; made if need be, for its owner alone.
+        path: a file, made if need be, as is its folder, for their owner alone.
         wait: whether to wait for another process that has it.
         on_wait: called before that.
 
@@ -24,8 +24,9 @@ def exclusive(path: Path, *, wait: bool = True, on_wait: Callable[[], object] | 
         whether it is held; always with ``wait``.
 
     Raises:
-        OSError: the file cannot be made, or its file system has no locks.
+        OSError: they cannot be made, or its file system has no locks.
     """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield _acquire(descriptor, wait, on_wait)

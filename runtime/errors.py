@@ -112,7 +112,7 @@ class RankDiedError(RankError):
             cause += f"; {hint}"
         super().__init__(cause, rank=rank, host=host, stage=stage)
         if returncode is not None and returncode != 0:
-            self.exit_code = 128 - returncode if returncode < 0 else returncode
+            self.exit_code = shell_code(returncode)
 
 
 class RankRaisedError(RankError):
@@ -129,6 +129,11 @@ class LockstepGuardError(RankError):
 
 class StartupError(RankError):
     """A start-up stage could not be completed for a reason that is nobody's input (e.g. fingerprints differ)."""
+
+
+def shell_code(returncode: int) -> int:
+    """A process's exit code as a shell has it, from how ``subprocess`` gives it: 128 + N for signal N."""
+    return 128 - returncode if returncode < 0 else returncode
 
 
 def signal_name(number: int) -> str:

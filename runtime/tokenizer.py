@@ -45,10 +45,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._byte_letters = _byte_letters() if "ByteLevel" in repr(backend.decoder) else {}
+        self._byte_letters = _byte_letters() if _decodes_by(backend, "ByteLevel") else {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Tokens it knows, added ones included. A model's own vocabulary may be padded to more."""
-        self.byte_fallback: bool = _has_byte_fallback(backend)
+        self.byte_fallback: bool = _decodes_by(backend, "ByteFallback")
         """Whether characters outside the vocabulary become tokens like ``<0xE2>``, one for each byte."""
 
     @classmethod
@@ -232,8 +232,9 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _has_byte_fallback(backend: Backend) -> bool:
-    return backend.decoder is not None and "ByteFallback" in repr(backend.decoder)
+def _decodes_by(backend: Backend, decoder: str) -> bool:
+    """Whether one of that kind is the decoder, or a part of it."""
+    return decoder in repr(backend.decoder)
 
 
 def _byte_letters() -> dict[str, int]:

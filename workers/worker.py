@@ -160,7 +160,8 @@ class Worker:
             return {"device": torch.cuda.get_device_name(self._device)}
         torch.set_num_threads(self.info.threads)
         kernels = (cpu_linear, native_attention, native_ops, native_sampling)
-        build_ahead((POOL, shared_memory.SOURCE, *(module.SOURCE for module in kernels)), self._library_dir)
+        exchange = [shared_memory.SOURCE] if self.info.size > 1 else []
+        build_ahead((POOL, *exchange, *(module.SOURCE for module in kernels)), self._library_dir)
         # Before a model is built or traced: what it does depends on which kernels there are.
         for module in kernels:
             module.use_native(self._library_dir)

@@ -105,7 +105,6 @@ def _build(source: Path, flags: tuple[str, ...], path: Path, *, wait: bool) -> N
     with contextlib.ExitStack() as stack:
         held = True
         with contextlib.suppress(OSError):  # A folder without locks or places for them: what is done twice is done.
-            (path.parent / "locks").mkdir(mode=0o700, parents=True, exist_ok=True)
             held = stack.enter_context(exclusive(path.parent / "locks" / path.name, wait=wait))
         if held and not _is_whole(path):  # Another process may have had the lock before.
             _compile(source, flags, path)

@@ -113,9 +113,7 @@ class Store:
             held = True
             if self.root is not None:
                 try:
-                    folder = self.root / "locks"
-                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    held = stack.enter_context(exclusive(folder / key, wait=wait, on_wait=_say_waiting))
+                    held = stack.enter_context(exclusive(self.root / "locks" / key, wait=wait, on_wait=_say_waiting))
                 except OSError as error:
                     self._cannot_write(error)
             yield held

@@ -190,6 +190,12 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
 ) -> None:
     (tmp_path / "out.jsonl").write_text('{"old": 1}\n')
     make, write, answered = Bench.__init__, run_batch.Batch._write, threading.Event()
+    submit, queued = AsyncEngine._submit, threading.Semaphore(0)
+
+    def counted(self: AsyncEngine, *request: Any) -> Any:
+        stream = submit(self, *request)
+        queued.release()
+        return stream
 
     def watched(self: run_batch.Batch, index: int, line: str) -> None:
         write(self, index, line)
@@ -202,11 +208,16 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
         calls = itertools.count()
 
         def collect_late() -> StepResult:
-            assert next(calls) < 10 or answered.wait(20.0), "the short requests were never answered"
+            # No result before all three are queued: ten are then enough for the short ones.
+            call = next(calls)
+            for _ in range(3 if call == 0 else 0):
+                assert queued.acquire(timeout=20.0), "a request was never queued"
+            assert call < 10 or answered.wait(20.0), "the short requests were never answered"
             return collect()
 
         monkeypatch.setattr(self.executor, "collect", collect_late)
 
+    monkeypatch.setattr(AsyncEngine, "_submit", counted)
     monkeypatch.setattr(run_batch.Batch, "_write", watched)
     monkeypatch.setattr(Bench, "__init__", broken)
     # The second one is ready before the first, which never will be.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EngineConfig, SamplingParams, StructuredOutputs
-from runtime.errors import (
+from runtime.common.config import EngineConfig, SamplingParams, StructuredOutputs
+from runtime.common.errors import (
     CheckpointError,
     ConfigError,
     EngineClosedError,
@@ -30,7 +30,7 @@ from runtime.errors import (
 
 if TYPE_CHECKING:
     from launch.llm import LLM, AsyncLLM
-    from runtime.request import RequestOutput
+    from runtime.engine.request import RequestOutput
 
 __all__ = [
     "LLM",
@@ -56,7 +56,7 @@ __all__ = [
     "StructuredOutputs",
 ]
 
-_LATE = {"LLM": "launch.llm", "AsyncLLM": "launch.llm", "RequestOutput": "runtime.request"}
+_LATE = {"LLM": "launch.llm", "AsyncLLM": "launch.llm", "RequestOutput": "runtime.engine.request"}
 
 
 def __getattr__(name: str) -> Any:

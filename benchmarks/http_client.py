@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from runtime.errors import InputError
+from runtime.common.errors import InputError
 
 LINE_LIMIT = 1024 * 1024
 """Longest line of an answer, in bytes; an event with many log-probabilities is long."""

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from workers.ops import kv_cache_write, paged_attention, rms_norm, rotary_embedding, silu_and_mul
+from workers.kernels.ops import kv_cache_write, paged_attention, rms_norm, rotary_embedding, silu_and_mul
 
 NAN = float("nan")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

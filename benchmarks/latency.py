@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.roofline import decode_step_bytes, read_bandwidth
 from launch.llm import LLM
-from runtime.checkpoint import inspect_checkpoint
-from runtime.config import SamplingParams
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.config import SamplingParams
 
 REPEATS = 3
 """Each figure is the median of so many runs, after one that warms up."""

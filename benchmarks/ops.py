@@ -22,8 +22,8 @@ from torch.library import Library, custom_op
 
 from benchmarks.kernel_checks import make_paged
 from parallel.library import register_op
-from workers.ops import kv_cache_write, paged_attention, rms_norm, rotary_embedding, silu_and_mul
-from workers.ops.kernel import triton_is_installed
+from workers.kernels.ops import kv_cache_write, paged_attention, rms_norm, rotary_embedding, silu_and_mul
+from workers.kernels.triton_launch import triton_is_installed
 
 CALLS = 2000
 ROUNDS = 15

@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from runtime.checkpoint import Checkpoint
-from runtime.model_config import ModelConfig
+from runtime.common.checkpoint import Checkpoint
+from runtime.common.model_config import ModelConfig
 
 BUFFER_BYTES = 512 * 1024 * 1024
 

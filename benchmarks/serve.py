@@ -27,10 +27,10 @@ from typing import Any
 from benchmarks.http_client import HttpError, Server
 from benchmarks.shares import shares
 from benchmarks.workload import Work, make_work, text_prompt
-from launch.args import engine_arguments
+from launch.cli.args import engine_arguments
 from launch.environment import torchrun_ranks
 from launch.progress import Bar, Progress, Throughput
-from runtime.errors import ConfigError, InputError, LockstepError
+from runtime.common.errors import ConfigError, InputError, LockstepError
 
 READY = re.compile(r"ready at (http://\S+)")
 STOP_SECONDS = 60.0
@@ -45,9 +45,9 @@ PERCENTILES = (50, 90, 99)
 
 _SERVER = """
 import sys
-from launch.rank_process import die_with_parent
+from launch.rank_main import die_with_parent
 die_with_parent(int(sys.argv[1]))
-from launch.cli import main
+from launch.cli.main import main
 sys.exit(main(sys.argv[2:]))
 """
 

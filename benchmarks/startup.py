@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from launch.llm import LLM
-from runtime.checkpoint import inspect_checkpoint
+from runtime.common.checkpoint import inspect_checkpoint
 
 
 def bench_startup(model: str, engine: dict[str, Any]) -> dict[str, Any]:

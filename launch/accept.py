@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from launch.ranks import RankHandle
-from runtime.channel import Channel, ChannelClosedError, ChannelListener
-from runtime.errors import RankDiedError, RankTimeoutError
+from runtime.common.channel import Channel, ChannelClosedError, ChannelListener
+from runtime.common.errors import RankDiedError, RankTimeoutError
+from runtime.executor.launcher import RankHandle
 
 
 def accept_ranks(listener: ChannelListener, handles: Sequence[RankHandle], deadline: float) -> dict[int, Channel]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from launch.progress import Progress
 from parallel.file_lock import exclusive
-from runtime.errors import LockstepError
+from runtime.common.errors import LockstepError
 
 NEEDED_BYTES = 700 * 1024 * 1024
 """Free disk space to begin with: wheel, GGUF and bf16 weights lie side by side for a moment."""

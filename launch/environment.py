@@ -1,6 +1,7 @@
 """The only place that reads environment variables: ours, and those by which torchrun introduces a rank.
 
-Everything else is told through :class:`~runtime.config.EngineConfig` or an argument. Nothing here sets a variable.
+Everything else is passed in :class:`~runtime.common.config.EngineConfig` or as an argument. Nothing here sets a
+variable.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.errors import ConfigError
+from runtime.common.errors import ConfigError
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")

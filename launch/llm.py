@@ -2,7 +2,7 @@
 
 This is where a user's settings become a running group: the model folder is found and checked, "auto" is resolved, the
 cut is refused if it cannot be made, a launcher is chosen, all before any process is started. Scheduling is
-``runtime/engine.py``'s, watching ranks is ``supervisor.py``'s.
+``runtime/engine/engine.py``'s, watching ranks is ``supervisor.py``'s.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment, torchrun_ranks
 from launch.local import LocalLauncher
 from launch.progress import Bar, Progress, Throughput
-from launch.ranks import Launcher
-from launch.startup import StartupReport
-from launch.supervisor import Supervisor
 from parallel.shard import ShardError, check_tp_size
-from runtime.async_engine import AsyncEngine
-from runtime.checkpoint import inspect_checkpoint
-from runtime.config import EngineConfig, SamplingParams, resolve
-from runtime.engine import Engine
-from runtime.errors import ConfigError, EngineClosedError, RequestError
-from runtime.log import configure_logging
-from runtime.model_config import ModelConfig, load_model_config
-from runtime.request import RequestOutput
-from runtime.tokenizer import Tokenizer
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.config import EngineConfig, SamplingParams, resolve
+from runtime.common.errors import ConfigError, EngineClosedError, RequestError
+from runtime.common.log import configure_logging
+from runtime.common.model_config import ModelConfig, load_model_config
+from runtime.engine.async_engine import AsyncEngine
+from runtime.engine.engine import Engine
+from runtime.engine.request import RequestOutput
+from runtime.executor.launcher import Launcher
+from runtime.executor.startup import StartupReport
+from runtime.executor.supervisor import Supervisor
+from runtime.text.tokenizer import Tokenizer
 
 DEMO = "demo"
 
@@ -125,7 +125,7 @@ class LLM(_Model):
     Args:
         model: a folder with a Hugging Face checkpoint, or ``"demo"``.
         progress: whether to report start-up stages on stderr.
-        settings: fields of :class:`~runtime.config.EngineConfig`.
+        settings: fields of :class:`~runtime.common.config.EngineConfig`.
 
     Attributes:
         engine: makes the steps; while :meth:`generate` runs, for that call alone.
@@ -241,10 +241,10 @@ class AsyncLLM(_Model):
     Args:
         model: a folder with a Hugging Face checkpoint, or ``"demo"``.
         progress: whether to report start-up stages on stderr.
-        settings: fields of :class:`~runtime.config.EngineConfig`.
+        settings: fields of :class:`~runtime.common.config.EngineConfig`.
 
     Attributes:
-        engine: what :meth:`generate` talks to; see :class:`~runtime.async_engine.AsyncEngine`.
+        engine: what :meth:`generate` talks to; see :class:`~runtime.engine.async_engine.AsyncEngine`.
     """
 
     def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
@@ -390,11 +390,11 @@ def choose_executor(config: EngineConfig) -> str:
 def make_launcher(executor: str) -> Launcher:
     """The launcher of that name; Ray and torchrun are imported only here."""
     if executor == "ray":
-        from launch.ray_cluster import RayLauncher
+        from launch.ray_launcher import RayLauncher
 
         return RayLauncher()
     if executor == "torchrun":
-        from launch.spmd import TorchrunLauncher
+        from launch.torchrun_launcher import TorchrunLauncher
 
         return TorchrunLauncher()
     return LocalLauncher()

@@ -14,11 +14,11 @@ import sys
 import threading
 from pathlib import Path
 
-from launch.rank_process import Orders, host_identity, make_orders
-from launch.ranks import StartedRank
-from runtime.channel import Channel, channel_pair, wait_readable
-from runtime.config import EngineConfig
-from runtime.model_config import ModelConfig
+from launch.rank_main import Orders, host_identity, make_orders
+from runtime.common.channel import Channel, channel_pair, wait_readable
+from runtime.common.config import EngineConfig
+from runtime.common.model_config import ModelConfig
+from runtime.executor.launcher import StartedRank
 
 SOURCE_ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,7 +71,7 @@ def spawn_rank(orders: Orders) -> tuple[RankProcess, Channel]:
     """
     channel, theirs = channel_pair()
     # -P keeps a user's working folder off sys.path: a file of theirs called `workers.py` must not shadow ours.
-    command = [sys.executable, "-P", "-m", "launch.rank_process", "--rank", str(orders.rank)]
+    command = [sys.executable, "-P", "-m", "launch.rank_main", "--rank", str(orders.rank)]
     command += ["--fd", str(theirs.fileno())]
     if threading.current_thread() is threading.main_thread():
         # The kernel ties this to the parent *thread*: from any other thread it would end ranks that are still wanted.

@@ -2,7 +2,7 @@
 
 Everything goes to stderr: stdout carries results only. Not a terminal: plain lines, none more often than every few
 seconds. Nothing here needs an end: no thread draws and no terminal mode is set, so a failure at any point leaves a
-usable terminal. Logging is ``runtime/log.py``; nothing here decides how long anything may take.
+usable terminal. Logging is ``runtime/common/log.py``; nothing here decides how long anything may take.
 """
 
 from __future__ import annotations

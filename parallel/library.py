@@ -2,7 +2,7 @@
 
 ``torch.library.custom_op`` would do as well, at several microseconds more for every call. The schema comes from the
 Python signature, so an op is one annotated function and, where it is traced, one fake. The ops themselves live
-elsewhere: collectives in ``group.py``, kernels in ``workers/ops/``.
+elsewhere: collectives in ``group.py``, kernels in ``workers/kernels/ops/``.
 """
 
 from __future__ import annotations

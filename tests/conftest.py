@@ -20,7 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell that starts us in the background has SIGINT ignored, which children inherit: tests that send it need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-OURS = ("launch.rank_process", "launch.spmd", "bin/lockstep", "RankActor")
+OURS = ("launch.rank_main", "launch.spmd", "bin/lockstep", "RankActor")
 SETTLE_SECONDS = 10.0
 
 # Other sessions may run on this machine: what belongs to this one is known by its environment and its folder.

@@ -56,14 +56,14 @@ def test_everything_can_be_imported_without_the_optional_libraries() -> None:
     "code",
     [
         "from lockstep import LLM, SamplingParams, EngineConfig, LockstepError",
-        "from launch.cli import main; assert main(['--help']) == 0",
-        "from launch.cli import main; assert main(['generate', '--help']) == 0",
-        "from launch.cli import main; assert main(['bench', 'latency', '--help']) == 0",
-        "from launch.cli import main; assert main(['launch', '--help']) == 0",
-        "from launch.cli import main; assert main(['doctor', '--help']) == 0",
-        "from launch.cli import main; assert main(['serve', '--help']) == 0",
-        "from launch.cli import main; assert main(['chat', '--help']) == 0",
-        "from launch.cli import main; assert main(['run-batch', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['--help']) == 0",
+        "from launch.cli.main import main; assert main(['generate', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['bench', 'latency', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['launch', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['doctor', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['serve', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['chat', '--help']) == 0",
+        "from launch.cli.main import main; assert main(['run-batch', '--help']) == 0",
     ],
 )
 def test_the_api_and_every_help_load_no_torch(code: str) -> None:

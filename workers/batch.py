@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from runtime.errors import ProtocolError
-from runtime.protocol import NewRequest, StepPlan
+from runtime.common.errors import ProtocolError
+from runtime.common.protocol import NewRequest, StepPlan
 from workers.attention.base import AttentionMetadata
 
 PADDING_SLOT = -1

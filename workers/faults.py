@@ -15,8 +15,8 @@ import torch
 
 from parallel.collectives.base import Collectives
 from parallel.group import TensorParallelGroup
-from runtime.errors import ConfigError
-from runtime.protocol import unpack
+from runtime.common.errors import ConfigError
+from runtime.common.protocol import unpack
 
 STEP_KINDS = ("exit", "raise", "hang", "nan", "skip_collective", "corrupt_plan", "slow")
 STARTUP_KINDS = {"load_fail": "weights", "load_hang": "weights"}

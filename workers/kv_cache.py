@@ -1,7 +1,7 @@
 """The paged KV cache of one rank: what a block costs, and the tensors.
 
 How many blocks there are is decided by the driver (the minimum over ranks); which request holds which block is
-``runtime/block_pool.py``'s; how a block is laid out is the attention backend's.
+``runtime/engine/block_pool.py``'s; how a block is laid out is the attention backend's.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ import torch
 from parallel.group import TensorParallelGroup
 from parallel.library import python_implementations
 from parallel.platform import platform_for
-from runtime.checkpoint import inspect_checkpoint
-from runtime.config import EngineConfig
-from runtime.errors import ConfigError
-from runtime.model_config import ModelConfig
-from runtime.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.config import EngineConfig
+from runtime.common.errors import ConfigError
+from runtime.common.model_config import ModelConfig
+from runtime.common.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
 from workers.attention.base import AttentionMetadata
 from workers.batch import Batch, BatchBuffers
 from workers.compile.levels import CompileMode, CompileSettings, missing_for_compiling, resolve_level
@@ -31,10 +31,10 @@ from workers.graphs.inputs import Forward, StaticInputs
 from workers.graphs.modes import GraphMode, supported_mode
 from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
-from workers.logprobs import PromptScorer, PromptSpan, is_finite
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
-from workers.sampler import Sampler
+from workers.sampling.logprobs import PromptScorer, PromptSpan, is_finite
+from workers.sampling.sampler import Sampler
 from workers.weights import LoadReport, load_weights
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ Names and types are checked against the headers first, shapes with them, and eve
 before a byte of data is read. Then each tensor is visited once, in the order of the files, and its parameter's loader
 copies the slice that this rank keeps. safetensors gives slices as views of the mapped file (a copy in old versions), so
 memory peaks at the shard plus at most one slice; the file's pages stay in the page cache, shared by a host's ranks.
-How a tensor is cut is known by its layer (``parallel/``), what the files hold by ``runtime/checkpoint.py``.
+How a tensor is cut is known by its layer (``parallel/``), what the files hold by ``runtime/common/checkpoint.py``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from parallel.parameter import ParallelModule, ParameterLoader, ShapeError
-from runtime.checkpoint import Checkpoint, TensorInfo
-from runtime.errors import CheckpointError
+from runtime.common.checkpoint import Checkpoint, TensorInfo
+from runtime.common.errors import CheckpointError
 from workers.models.decoder import DecoderForCausalLM
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
@@ -56,7 +56,7 @@ def load_weights(
 
     Args:
         model: on the meta device.
-        checkpoint: from :func:`~runtime.checkpoint.inspect_checkpoint`.
+        checkpoint: from :func:`~runtime.common.checkpoint.inspect_checkpoint`.
         device: where the rank computes.
         progress: called with (bytes of the tensors done, bytes of all) after each tensor.
 

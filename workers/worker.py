@@ -3,7 +3,7 @@
 A rank does what the driver says and nothing else: one message, one answer. Start-up verbs come once each, in the
 order ``device, (open_rendezvous,) group, weights, kv_cache_size, kv_cache, compile, use_compiled, warm_up, capture,
 (discard_graphs,) ready``; then steps; then the channel closes or ``shutdown`` comes. Processes and environment are
-``launch/rank_process.py``'s, the model is ``runner.py``'s.
+``launch/rank_main.py``'s, the model is ``runner.py``'s.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_ra
 from parallel.native.build import build_ahead
 from parallel.native.kernels import POOL
 from parallel.platform import detect_platform
-from runtime.channel import Channel, ChannelClosedError
-from runtime.config import EngineConfig
-from runtime.errors import ProtocolError
-from runtime.model_config import ModelConfig
-from runtime.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
-from workers import native_sampling
-from workers.attention import native_cpu as native_attention
+from runtime.common.channel import Channel, ChannelClosedError
+from runtime.common.config import EngineConfig
+from runtime.common.errors import ProtocolError
+from runtime.common.model_config import ModelConfig
+from runtime.common.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
+from workers.attention import cpu_paged as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
-from workers.ops import native_cpu as native_ops
+from workers.kernels import elementwise as native_ops
 from workers.runner import ModelRunner
+from workers.sampling import native_sampling
 
 if TYPE_CHECKING:
     from workers.compile.compiler import CompileReport

@@ -19,10 +19,10 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import EngineConfig
-from runtime.errors import InputError, LockstepError
-from runtime.log import LOGGER_NAME
-from runtime.model_config import ModelConfig
+from runtime.common.config import EngineConfig
+from runtime.common.errors import InputError, LockstepError
+from runtime.common.log import LOGGER_NAME
+from runtime.common.model_config import ModelConfig
 from runtime.server import openapi, tokens
 from runtime.server.chat import create_chat_completion, stream_chat_completion
 from runtime.server.completions import create_completion, stream_completion
@@ -30,12 +30,12 @@ from runtime.server.errors import HttpError, UnavailableError, error_body, error
 from runtime.server.metrics import Metrics
 from runtime.server.serving import ServerOptions, Serving
 from runtime.server.wire import ClientGone, Exchange, Message, Receive, Scope, Send
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from runtime.async_engine import AsyncEngine
+    from runtime.engine.async_engine import AsyncEngine
 
 OPEN_PATHS = ("/health", "/ping")
 """Routes that need no API key, and answer while the server drains."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.request import CompletionOutput, RequestOutput
+from runtime.engine.request import CompletionOutput, RequestOutput
 from runtime.server.completions import DONE
 from runtime.server.errors import BodyError
 from runtime.server.logprobs import chat_logprobs, prompt_logprobs
@@ -40,7 +40,7 @@ class ChatCall:
 
 
 async def read_chat(serving: Serving, body: Any, *, request_id: str) -> ChatCall:
-    """Check a parsed body, render and tokenize its messages. Raises :class:`~runtime.errors.LockstepError`."""
+    """Check a parsed body, render and tokenize its messages. Raises :class:`~runtime.common.errors.LockstepError`."""
     body = check_body(body, CHAT)
     model = serving.model_name(body.get("model"))
     include_usage = check_stream_options(body)
@@ -63,7 +63,7 @@ async def read_chat(serving: Serving, body: Any, *, request_id: str) -> ChatCall
 
 
 def render_prompt(serving: Serving, body: dict[str, Any]) -> Prompt:
-    """The prompt of a checked body with messages. Runs in a thread. Raises :class:`~runtime.errors.InputError`."""
+    """The prompt of a checked body with messages. Runs in a thread. Raises InputError."""
     tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
     text = serving.tokenizer.apply_chat_template(
         [_plain(message, index) for index, message in enumerate(body["messages"])],
@@ -105,7 +105,7 @@ def _arguments(call: dict[str, Any], where: str) -> Any:
 
 
 async def create_chat_completion(serving: Serving, body: Any, *, request_id: str) -> dict[str, Any]:
-    """The response to a parsed body. Raises :class:`~runtime.errors.LockstepError`: see ``errors.error_reply``."""
+    """The response to a parsed body. Raises LockstepError: see ``errors.error_reply``."""
     call = await read_chat(serving, body, request_id=request_id)
     (output,) = await serving.finish(call.job)
     if call.job.params.prompt_logprobs is None:

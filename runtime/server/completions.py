@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.request import CompletionOutput, RequestOutput
+from runtime.engine.request import CompletionOutput, RequestOutput
 from runtime.server.errors import BodyError
 from runtime.server.logprobs import CompletionLogprobs, prompt_logprobs
 from runtime.server.sampling import check_stream_options, sampling_params
@@ -56,7 +56,7 @@ class CompletionCall:
 
 
 async def read_completion(serving: Serving, body: Any, *, request_id: str) -> CompletionCall:
-    """Check a parsed body and tokenize its prompts. Raises :class:`~runtime.errors.LockstepError`."""
+    """Check a parsed body and tokenize its prompts. Raises :class:`~runtime.common.errors.LockstepError`."""
     body = check_body(body, COMPLETION)
     model = serving.model_name(body.get("model"))
     include_usage = check_stream_options(body)
@@ -104,7 +104,7 @@ def _prompts(serving: Serving, body: dict[str, Any]) -> tuple[Prompt, ...]:
 
 
 async def create_completion(serving: Serving, body: Any, *, request_id: str) -> dict[str, Any]:
-    """The response to a parsed body. Raises :class:`~runtime.errors.LockstepError`: see ``errors.error_reply``."""
+    """The response to a parsed body. Raises LockstepError: see ``errors.error_reply``."""
     call = await read_completion(serving, body, request_id=request_id)
     outputs = await serving.finish(call.job)
     if call.job.params.prompt_logprobs is None:

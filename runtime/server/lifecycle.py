@@ -17,8 +17,8 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from runtime.errors import LockstepError, signal_name
-from runtime.log import LOGGER_NAME
+from runtime.common.errors import LockstepError, signal_name
+from runtime.common.log import LOGGER_NAME
 from runtime.server.serving import Serving
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.request import TokenLogprob
-from runtime.tokenizer import REPLACEMENT, Tokenizer
+from runtime.engine.request import TokenLogprob
+from runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON cannot write."""

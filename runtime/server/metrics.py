@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from runtime.config import SamplingParams
-from runtime.request import RequestOutput
+from runtime.common.config import SamplingParams
+from runtime.engine.request import RequestOutput
 
 if TYPE_CHECKING:
-    from runtime.async_engine import AsyncEngine
+    from runtime.engine.async_engine import AsyncEngine
 
 PREFIX = "lockstep:"
 

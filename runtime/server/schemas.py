@@ -7,7 +7,7 @@ there, so it is refused. Every number, list and text has a bound. How fields bec
 
 from __future__ import annotations
 
-from runtime.config import (
+from runtime.common.config import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,

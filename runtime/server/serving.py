@@ -15,16 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from runtime.config import EngineConfig, SamplingParams
-from runtime.errors import RequestError
-from runtime.model_config import ModelConfig
-from runtime.request import RequestOutput
+from runtime.common.config import EngineConfig, SamplingParams
+from runtime.common.errors import RequestError
+from runtime.common.model_config import ModelConfig
+from runtime.engine.request import RequestOutput
 from runtime.server.errors import GenerationError, HttpError, shutting_down
 from runtime.server.logprobs import TokenTexts
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from runtime.async_engine import AsyncEngine
+    from runtime.engine.async_engine import AsyncEngine
     from runtime.server.metrics import Metrics
 
 P = ParamSpec("P")

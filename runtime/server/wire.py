@@ -13,7 +13,7 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
-from runtime.errors import LockstepError
+from runtime.common.errors import LockstepError
 from runtime.server.errors import BodyError, HttpError, error_reply
 
 Scope = MutableMapping[str, Any]

@@ -22,8 +22,8 @@ import pytest
 from benchmarks import serve
 from benchmarks.http_client import HttpError, Server
 from benchmarks.serve import Load, Outcome, bench_serve, latencies, percentile, read_metrics, summarize
-from launch import cli
-from runtime.errors import ConfigError, InputError, LockstepError
+from launch.cli import main as cli
+from runtime.common.errors import ConfigError, InputError, LockstepError
 from tests.checkpoints import tiny_checkpoint
 
 METRICS = """\

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from launch.llm import LLM, AsyncLLM
-from runtime.config import SamplingParams
-from runtime.errors import EngineClosedError, RequestError
-from runtime.request import RequestOutput
+from runtime.common.config import SamplingParams
+from runtime.common.errors import EngineClosedError, RequestError
+from runtime.engine.request import RequestOutput
 from tests.checkpoints import prompts, tiny_checkpoint
 
 SETTINGS = {"enforce_eager": True, "progress": False}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch.environment import Environment, TorchrunRanks, read_environment, torchrun_ranks
-from runtime.errors import ConfigError
+from runtime.common.errors import ConfigError
 
 TORCHRUN = {
     "RANK": "3",

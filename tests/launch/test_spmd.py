@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.run_folder import make_run_folder, remove_traces
-from launch.torchrun_agent import DriverEnded, signals_to_driver
+from launch.torchrun_wrapper import DriverEnded, signals_to_driver
+from runtime.executor.run_folder import make_run_folder, remove_traces
 from tests.checkpoints import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
@@ -82,7 +82,7 @@ def test_row_10_sigkill_of_the_launcher_leaves_nothing(place):
             if line.strip().startswith("ready"):
                 break
         family = psutil.Process(launcher.pid).children(recursive=True)
-        assert sum("launch.rank_process" in " ".join(p.cmdline()) for p in family) == 2
+        assert sum("launch.rank_main" in " ".join(p.cmdline()) for p in family) == 2
         launcher.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup
-from runtime.checkpoint import inspect_checkpoint
-from runtime.model_config import load_model_config
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.model_config import load_model_config
 from workers import weights
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model

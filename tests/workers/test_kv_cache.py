@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup, single_rank_group
-from runtime.model_config import ModelConfig
+from runtime.common.model_config import ModelConfig
 from tests.dist.ranks import run_ranks
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model

@@ -13,9 +13,9 @@ from torch import nn
 
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.linear import LinearBase
-from runtime.checkpoint import SINGLE_FILE, inspect_checkpoint
-from runtime.errors import CheckpointError
-from runtime.model_config import load_model_config
+from runtime.common.checkpoint import SINGLE_FILE, inspect_checkpoint
+from runtime.common.errors import CheckpointError
+from runtime.common.model_config import load_model_config
 from tests.checkpoints import prompts, reference_logits, reference_model, tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.memory_probe import measure_loading

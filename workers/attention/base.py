@@ -1,7 +1,7 @@
 """What a step says about its requests, and what an attention backend has to offer.
 
 Three methods and one flag, each used in one place. The model gives each attention layer its backend; the ops in
-``workers/ops/`` call it.
+``workers/kernels/ops/`` call it.
 """
 
 from __future__ import annotations

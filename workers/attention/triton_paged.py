@@ -12,16 +12,16 @@ import torch
 
 from workers.attention.base import AttentionBackend
 from workers.forward_context import ForwardContext
+from workers.kernels.ops.kv_cache_write import kv_cache_write
+from workers.kernels.ops.paged_attention import paged_attention
 from workers.layers.attention import Attention
-from workers.ops.kv_cache_write import kv_cache_write
-from workers.ops.paged_attention import paged_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 
 
 class TritonPagedAttention(AttentionBackend):
-    """See the module's text; the kernels are in ``workers/ops/``."""
+    """See the module's text; the kernels are in ``workers/kernels/ops/``."""
 
     capturable = True
 

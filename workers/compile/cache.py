@@ -25,7 +25,7 @@ from typing import Any
 import msgpack
 
 from parallel.file_lock import exclusive
-from runtime.protocol import pack
+from runtime.common.protocol import pack
 
 log = logging.getLogger("lockstep")
 

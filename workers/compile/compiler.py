@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from parallel.platform import Platform
-from runtime.config import EngineConfig
-from runtime.model_config import ModelConfig
+from runtime.common.config import EngineConfig
+from runtime.common.model_config import ModelConfig
 from workers.compile.cache import Store
 from workers.compile.errors import CompileError, TraceError
 from workers.compile.keys import digest, environment, model_shape, source_digest

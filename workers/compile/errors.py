@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.errors import LockstepError
+from runtime.common.errors import LockstepError
 
 
 class CompileError(LockstepError):

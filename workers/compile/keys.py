@@ -19,7 +19,7 @@ from torch import nn
 
 import parallel
 import workers
-from runtime.protocol import pack
+from runtime.common.protocol import pack
 
 FORMAT = 1
 """Counts up when a key's meaning or an artifact's form changes."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from parallel.platform import Platform
-from runtime.config import EngineConfig
+from runtime.common.config import EngineConfig
 
 CXX_COMPILERS = ("g++", "clang++")
 """The first one found on the PATH compiles the CPU's loops."""
@@ -42,7 +42,7 @@ class CompileSettings:
     Attributes:
         level: the level that holds, 0 where nothing can be compiled.
         mode: how to compile.
-        graph_mode: one of ``runtime.config.GRAPH_MODES``.
+        graph_mode: one of ``runtime.common.config.GRAPH_MODES``.
         fusions: names of the fusions that are made.
         warnings: what the user asked for and does not get, and what to do about it.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import torch
 
-from runtime.protocol import pack
+from runtime.common.protocol import pack
 from workers.compile.cache import Entry, Store
 from workers.compile.errors import CompileError
 from workers.compile.generated import (

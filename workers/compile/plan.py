@@ -14,7 +14,7 @@ import msgpack
 import torch
 from torch import fx, nn
 
-from runtime.protocol import pack
+from runtime.common.protocol import pack
 from workers.compile.errors import CompileError
 from workers.compile.pieces import Run
 from workers.compile.replica import Replica, Stage

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 
-from runtime.errors import EngineError
+from runtime.common.errors import EngineError
 from workers.attention.base import AttentionMetadata
 from workers.batch import BatchBuffers
 from workers.forward_context import forward_context

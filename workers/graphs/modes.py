@@ -1,13 +1,13 @@
 """Graph modes: what may be captured, for pure decode and for mixed batches, and what a machine can really hold.
 
-How a step finds its graph is ``dispatcher.py``'s; the names are also ``runtime.config.GRAPH_MODES``.
+How a step finds its graph is ``dispatcher.py``'s; the names are also ``runtime.common.config.GRAPH_MODES``.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from runtime.errors import ConfigError
+from runtime.common.errors import ConfigError
 
 
 class GraphMode(Enum):

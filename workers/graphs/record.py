@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.errors import EngineError
+from runtime.common.errors import EngineError
 
 UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 """Ops that only give memory, which a tape has already."""

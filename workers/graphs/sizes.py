@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.errors import ConfigError
+from runtime.common.errors import ConfigError
 
 MIXED_LIMIT = {"cuda": 512, "cpu": 64}
 """Above so many tokens a step computes for so long that the cost of launching it, or of its Python, is hidden."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallel.linear import LinearBase
-from workers.ops.silu_and_mul import silu_and_mul
+from workers.kernels.ops.silu_and_mul import silu_and_mul
 
 
 class SiluAndMul(nn.Module):

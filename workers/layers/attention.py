@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from parallel.platform import detect_platform
+from workers.attention.attention_op import attention
 from workers.attention.base import AttentionBackend
-from workers.ops.attention import attention
-from workers.ops.kv_cache_update import kv_cache_update
+from workers.attention.kv_cache_update_op import kv_cache_update
 
 
 class Attention(nn.Module):

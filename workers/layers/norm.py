@@ -8,7 +8,7 @@ import torch
 
 from parallel.parameter import ParallelModule, ParameterLoader, Piece
 from parallel.shard import Shard
-from workers.ops.rms_norm import fused_add_rms_norm, rms_norm
+from workers.kernels.ops.rms_norm import fused_add_rms_norm, rms_norm
 
 
 class RMSNorm(ParallelModule):

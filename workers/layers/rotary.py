@@ -7,8 +7,8 @@ import math
 import torch
 from torch import nn
 
-from runtime.model_config import RopeConfig
-from workers.ops.rotary_embedding import rotary_embedding, rotate
+from runtime.common.model_config import RopeConfig
+from workers.kernels.ops.rotary_embedding import rotary_embedding, rotate
 
 __all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_embedding", "rotate"]
 

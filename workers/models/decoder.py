@@ -20,8 +20,8 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import TensorParallelGroup
 from parallel.linear import QKVParallelLinear, QuantConfig, RowParallelLinear
 from parallel.shard import Shard, split_heads
-from runtime.model_config import ModelConfig
-from workers.attention.choose import choose_backend
+from runtime.common.model_config import ModelConfig
+from workers.attention.registry import choose_backend
 from workers.layers.attention import Attention
 from workers.layers.mlp import MLP
 from workers.layers.norm import RMSNorm

@@ -9,8 +9,8 @@ import torch
 
 from parallel.group import TensorParallelGroup
 from parallel.linear import QuantConfig
-from runtime.errors import ConfigError
-from runtime.model_config import ModelConfig
+from runtime.common.errors import ConfigError
+from runtime.common.model_config import ModelConfig
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.llama import LlamaForCausalLM
 from workers.models.mistral import MistralForCausalLM

@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.async_engine import AsyncEngine
-from runtime.chat_template import ChatTemplate
-from runtime.config import EngineConfig
-from runtime.engine import Engine
-from runtime.errors import LockstepError
-from runtime.model_config import ModelConfig
-from runtime.protocol import StepResult
+from runtime.common.config import EngineConfig
+from runtime.common.errors import LockstepError
+from runtime.common.model_config import ModelConfig
+from runtime.common.protocol import StepResult
+from runtime.engine.async_engine import AsyncEngine
+from runtime.engine.engine import Engine
 from runtime.server.app import create_app
 from runtime.server.lifecycle import ServerRun
 from runtime.server.serving import ServerOptions, Serving
-from runtime.tokenizer import Tokenizer
-from tests.runtime.fake_executor import FakeExecutor
+from runtime.text.chat_template import ChatTemplate
+from runtime.text.tokenizer import Tokenizer
+from tests.runtime.engine.fake_executor import FakeExecutor
 from tests.small_tokenizer import byte_backend
 
 VOCAB = 300

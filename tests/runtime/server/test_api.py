@@ -11,10 +11,10 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.config import SamplingParams, StructuredOutputs
+from runtime.common.config import SamplingParams, StructuredOutputs
 from runtime.server.chat import create_chat_completion, stream_chat_completion
 from runtime.server.serving import Serving
-from tests.runtime.fake_executor import expected_output
+from tests.runtime.engine.fake_executor import expected_output
 from tests.runtime.server.running import EOS, VOCAB, Running, gather_events, read_until, running
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.errors import RankDiedError
+from runtime.common.errors import RankDiedError
 from runtime.server.serving import ServerOptions
 from tests.runtime.server.running import PATIENCE, Running, read_until, running, wait_until
 

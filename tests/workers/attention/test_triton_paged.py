@@ -1,4 +1,4 @@
-"""The Triton backend's plumbing with its ops' plain-torch implementations; the kernels are tests/workers/ops/'s."""
+"""The Triton backend's plumbing with its ops' plain-torch implementations; the kernels are tests/workers/kernels/'s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.attention.base import AttentionMetadata
-from workers.attention.choose import choose_backend
+from workers.attention.registry import choose_backend
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.attention.triton_paged import TritonPagedAttention
 from workers.forward_context import ForwardContext, forward_context
@@ -73,12 +73,12 @@ def test_choice_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> type:
         return type(choose_backend(torch.device(device), dtype=dtype, head_dim=head_dim))
 
-    monkeypatch.setattr("workers.attention.choose.triton_is_installed", lambda: True)
+    monkeypatch.setattr("workers.attention.registry.triton_is_installed", lambda: True)
     assert chosen("cuda") is TritonPagedAttention
     assert chosen("cpu") is not TritonPagedAttention
     assert chosen("cuda", torch.float64) is TorchPagedAttention
     assert chosen("cuda", head_dim=512) is TorchPagedAttention
-    monkeypatch.setattr("workers.attention.choose.triton_is_installed", lambda: False)
+    monkeypatch.setattr("workers.attention.registry.triton_is_installed", lambda: False)
     assert chosen("cuda") is TorchPagedAttention
 
 

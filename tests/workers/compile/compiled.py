@@ -12,8 +12,8 @@ import torch
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.linear import gather_columns
 from parallel.platform import detect_platform
-from runtime.config import EngineConfig
-from runtime.model_config import load_model_config
+from runtime.common.config import EngineConfig
+from runtime.common.model_config import load_model_config
 from tests.workers.models.replica import Replica, Step
 from workers.compile.compiler import CompileReport, compile_replica
 from workers.compile.levels import CompileMode

@@ -12,8 +12,8 @@ import torch
 
 from parallel.group import single_rank_group
 from parallel.platform import CpuPlatform
-from runtime.config import EngineConfig
-from runtime.model_config import ModelConfig, load_model_config
+from runtime.common.config import EngineConfig
+from runtime.common.model_config import ModelConfig, load_model_config
 from tests.checkpoints import tiny_checkpoint
 from workers.compile import keys
 from workers.models.decoder import DecoderForCausalLM

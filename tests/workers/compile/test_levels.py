@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallel.platform import CpuPlatform, CudaPlatform, Platform
-from runtime.config import EngineConfig
+from runtime.common.config import EngineConfig
 from workers.compile.levels import (
     LEVEL_FUSIONS,
     PLATFORM_FUSIONS,

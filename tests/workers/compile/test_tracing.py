@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import fx, nn
 
 from parallel.group import single_rank_group
-from runtime.model_config import load_model_config
+from runtime.common.model_config import load_model_config
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.compile import models
 from tests.workers.compile.models import TinyModel, line_of

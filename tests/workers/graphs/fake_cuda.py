@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from workers.attention.attention_op import attention
+from workers.attention.kv_cache_update_op import kv_cache_update
 from workers.graphs import cuda_graph
 from workers.graphs.record import tensors_in
-from workers.ops.attention import attention
-from workers.ops.kv_cache_update import kv_cache_update
 
 SEEN_THROUGH = {
     torch.ops.lockstep.attention.default: attention,

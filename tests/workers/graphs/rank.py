@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup
-from runtime.checkpoint import inspect_checkpoint
-from runtime.config import SamplingParams
-from runtime.model_config import load_model_config
-from runtime.protocol import NewRequest, ScheduledRequest, StepPlan
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.config import SamplingParams
+from runtime.common.model_config import load_model_config
+from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
 from workers.batch import BatchBuffers
 from workers.forward_context import ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from runtime.config import GRAPH_MODES
-from runtime.errors import ConfigError
+from runtime.common.config import GRAPH_MODES
+from runtime.common.errors import ConfigError
 from workers.graphs.modes import GraphMode, supported_mode
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL

@@ -180,7 +180,7 @@ def test_compiled_functions_are_called_not_recorded() -> None:
 
 
 def test_direct_functions_stand_for_ops() -> None:
-    from workers.ops.attention import attention
+    from workers.attention.attention_op import attention
 
     called: list[str] = []
 

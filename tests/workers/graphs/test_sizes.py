@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from runtime.errors import ConfigError
+from runtime.common.errors import ConfigError
 from workers.graphs.sizes import CaptureSizes, default_sizes, resolve_capture_sizes
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from workers.attention.attention_op import attention
+from workers.attention.kv_cache_update_op import kv_cache_update
 from workers.graphs.splitting_ops import Input, OpCall, OpStage, Result, list_ops
-from workers.ops.attention import attention
-from workers.ops.kv_cache_update import kv_cache_update
 
 ATTENTION, UPDATE = (getattr(torch.ops.lockstep, op.__name__).default for op in (attention, kv_cache_update))
 

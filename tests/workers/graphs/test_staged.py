@@ -14,11 +14,11 @@ from tests.dist.ranks import run_ranks
 from tests.workers.graphs.hand_made import hand_made_replica
 from tests.workers.graphs.rank import Rank, compare_with_none
 from tests.workers.graphs.test_replay import WAYS
+from workers.attention.attention_op import attention
+from workers.attention.kv_cache_update_op import kv_cache_update
 from workers.compile.replica import Replica, Stage
 from workers.graphs.modes import GraphMode
 from workers.graphs.staged import StagedTapes, last_uses
-from workers.ops.attention import attention
-from workers.ops.kv_cache_update import kv_cache_update
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from runtime.model_config import RopeConfig
+from runtime.common.model_config import RopeConfig
 from workers.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
 
 LLAMA3 = RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 64)

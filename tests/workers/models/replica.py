@@ -13,8 +13,8 @@ import torch
 from parallel.embedding import split_vocab
 from parallel.group import TensorParallelGroup
 from parallel.linear import gather_columns
-from runtime.checkpoint import inspect_checkpoint
-from runtime.model_config import load_model_config
+from runtime.common.checkpoint import inspect_checkpoint
+from runtime.common.model_config import load_model_config
 from workers.attention.base import AttentionMetadata
 from workers.forward_context import ForwardContext, forward_context
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache

@@ -10,8 +10,8 @@ import torch
 
 from parallel.group import single_rank_group
 from parallel.shard import Shard
-from runtime.errors import ConfigError
-from runtime.model_config import ModelConfig, load_model_config
+from runtime.common.errors import ConfigError
+from runtime.common.model_config import ModelConfig, load_model_config
 from tests.checkpoints import KINDS, prompts, reference_logits, tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.models.replica import Replica, run_schedules

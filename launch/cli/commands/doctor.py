@@ -1,0 +1,33 @@
+"""``lockstep doctor``: print what ``launch/cli/doctor.py`` finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from launch.cli.args import Parser
+from launch.cli.output import write_json, write_line
+
+
+def run(argv: Sequence[str]) -> int:
+    """Look and print; 1 if there is a problem, 0 for warnings at most."""
+    parser = Parser(
+        "lockstep doctor",
+        "[--json]",
+        "Look at versions, devices, memory, compilers, Ray and caches, and say what to do about what is wrong.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse(argv)
+
+    from launch.cli.doctor import PROBLEM, examine
+
+    findings = examine()
+    healthy = not any(finding.status == PROBLEM for finding in findings)
+    if arguments.json:
+        write_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
+    else:
+        for finding in findings:
+            write_line(f"{finding.status:<8} {finding.name:<14} {finding.detail}")
+            if finding.advice:
+                write_line(f"{'':<23} -> {finding.advice}")
+    return 0 if healthy else 1

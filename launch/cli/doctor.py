@@ -1,0 +1,241 @@
+"""What ``lockstep doctor`` looks at: versions, devices, memory, compilers, Ray, caches, leftovers.
+
+Each look gives findings: ok, warn (works, but something is slower or missing) or problem (Lockstep will not run), the
+last two with what to do. Looking starts nothing and changes nothing, but that shared memory of dead runs is removed,
+as every start of a group does. Printing is ``launch/cli/commands/doctor.py``'s.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launch.demo_model import demo_model_folder, missing_tools
+from launch.environment import Environment, read_environment
+from runtime.common.errors import ConfigError
+
+OK = "ok"
+WARN = "warn"
+PROBLEM = "problem"
+
+MIN_TORCH = (2, 11)
+MIN_PYTHON = (3, 11)
+MIN_SHM_BYTES = 64 << 20
+MIN_CACHE_BYTES = 1 << 30
+MIN_MEMORY_BYTES = 2 << 30
+
+_SHM = Path("/dev/shm")
+_REQUIRED = ("jinja2", "msgpack", "numpy", "safetensors", "tokenizers", "pyyaml", "rich")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: :data:`OK`, :data:`WARN` or :data:`PROBLEM`.
+        detail: what was found.
+        advice: what to do about it; empty if nothing needs doing.
+    """
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+
+
+def examine() -> list[Finding]:
+    """Look at everything. A look that fails is itself a problem found, never an exception."""
+    try:
+        environment = read_environment()
+    except ConfigError as error:
+        return [Finding("environment", PROBLEM, str(error), "mend the variable and look again")]
+    looks: list[Callable[[], Iterator[Finding]]] = [
+        look_at_versions,
+        look_at_device,
+        look_at_memory,
+        look_at_shared_memory,
+        look_at_compilers,
+        look_at_ray,
+        lambda: look_at_cache(environment),
+        lambda: look_at_demo_model(environment),
+    ]
+    return [finding for look in looks for finding in look()]
+
+
+def look_at_versions() -> Iterator[Finding]:
+    """Python, ourselves, torch and what else the core needs."""
+    python = platform.python_version()
+    if sys.version_info < MIN_PYTHON:
+        yield Finding("python", PROBLEM, python, f"use Python {_dotted(MIN_PYTHON)} or later")
+    else:
+        yield Finding("python", OK, python)
+    yield Finding("lockstep", OK, _version("lockstep") or "not installed; run from its checkout")
+    yield _torch_version(_version("torch"))
+    if missing := [name for name in _REQUIRED if _version(name) is None]:
+        yield Finding("libraries", PROBLEM, f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    else:
+        yield Finding("libraries", OK, ", ".join(f"{name} {_version(name)}" for name in _REQUIRED))
+
+
+def _torch_version(version: str | None) -> Finding:
+    if version is None:
+        return Finding("torch", PROBLEM, "not installed", f"pip install 'torch>={_dotted(MIN_TORCH)}'")
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    if numbers < MIN_TORCH:
+        return Finding("torch", PROBLEM, version, f"install torch {_dotted(MIN_TORCH)} or later")
+    return Finding("torch", OK, version)
+
+
+def look_at_device() -> Iterator[Finding]:
+    """Which device ``--device auto`` takes, and what the CPU can do."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        yield Finding("device", OK, f"cuda: {len(names)} x {', '.join(sorted(set(names)))}")
+    elif os.path.exists("/dev/nvidiactl"):
+        reason = "torch is a CPU build" if torch.version.cuda is None else "torch cannot use it"
+        yield Finding("device", WARN, f"cpu; an NVIDIA device is there but {reason}", "install a CUDA build of torch")
+    else:
+        yield Finding("device", OK, "cpu")
+    cores = len(os.sched_getaffinity(0))
+    capability = torch.backends.cpu.get_cpu_capability()
+    yield Finding("cpu", OK, f"{cores} cores, {capability}, {torch.get_num_threads()} threads by default")
+
+
+def look_at_memory() -> Iterator[Finding]:
+    """Free main memory: on CPU it holds every rank's weights and KV cache."""
+    memory = psutil.virtual_memory()
+    detail = f"{_size(memory.available)} free of {_size(memory.total)}"
+    if memory.available < MIN_MEMORY_BYTES:
+        yield Finding("memory", WARN, detail, "end something, or ask for less with --max-model-len, --max-num-seqs")
+    else:
+        yield Finding("memory", OK, detail)
+
+
+def look_at_shared_memory() -> Iterator[Finding]:
+    """/dev/shm, over which the ranks of one host add up, and what dead runs have left there."""
+    if not _SHM.is_dir():
+        advice = "mount a tmpfs there; until then --collectives gloo works, slower"
+        yield Finding("/dev/shm", WARN, "not there", advice)
+        return
+    usage = shutil.disk_usage(_SHM)
+    detail = f"{_size(usage.free)} free of {_size(usage.total)}"
+    if not os.access(_SHM, os.W_OK):
+        yield Finding("/dev/shm", WARN, f"{detail}, not writable", "allow it, or use --collectives gloo")
+    elif usage.free < MIN_SHM_BYTES:
+        advice = "free some or enlarge it (docker run --shm-size 1g), or use --collectives gloo"
+        yield Finding("/dev/shm", WARN, detail, advice)
+    else:
+        yield Finding("/dev/shm", OK, detail)
+    from parallel.collectives.segment import sweep_stale
+
+    if removed := sweep_stale():
+        yield Finding("leftovers", OK, f"removed shared memory of dead runs: {', '.join(removed)}")
+    else:
+        yield Finding("leftovers", OK, "no shared memory of dead runs")
+
+
+def look_at_compilers() -> Iterator[Finding]:
+    """A C compiler for our own kernels; a C++ one and Python's headers for torch.compile."""
+    from parallel.native.build import find_compiler
+
+    if (c_compiler := find_compiler()) is None:
+        advice = "apt-get install gcc; until then CPU ranks exchange over gloo, slower"
+        yield Finding("c compiler", WARN, "none", advice)
+    else:
+        yield Finding("c compiler", OK, _first_line([c_compiler, "--version"]))
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    missing = [
+        *([] if shutil.which("g++") or shutil.which("clang++") else ["a C++ compiler (g++)"]),
+        *([] if headers.is_file() else ["Python's headers (python3-dev)"]),
+    ]
+    if missing:
+        advice = "apt-get install g++ python3-dev; until then run with --enforce-eager"
+        yield Finding("torch.compile", WARN, f"on CPU it needs {' and '.join(missing)}", advice)
+    else:
+        yield Finding("torch.compile", OK, "C++ compiler and Python headers are there")
+
+
+def look_at_ray() -> Iterator[Finding]:
+    """Whether Ray can be imported and whether a cluster runs on this host."""
+    version = _version("ray")
+    if version is None:
+        advice = "pip install 'lockstep[ray]'; without it use --distributed-executor-backend local for several ranks"
+        yield Finding("ray", WARN, "not installed", advice)
+        return
+    found = [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
+    if address := os.environ.get("RAY_ADDRESS", ""):
+        where = f"RAY_ADDRESS is {address}"
+    elif found:
+        where = f"a cluster's head runs here (pid {', '.join(map(str, found))}) and will be used"
+    else:
+        where = "no cluster on this host: an embedded one is started for each run"
+    yield Finding("ray", OK, f"{version}; {where}")
+
+
+def look_at_cache(environment: Environment) -> Iterator[Finding]:
+    """The folder for models and compiled code."""
+    folder = environment.cache_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    used = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) if folder.is_dir() else 0
+    detail = f"{folder}: {_size(used)} used, {_size(free)} free on its disk"
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        advice = "allow writing, or set LOCKSTEP_CACHE_DIR; until then every start compiles anew"
+        yield Finding("cache", WARN, f"{folder} cannot be written", advice)
+    elif free < MIN_CACHE_BYTES:
+        yield Finding("cache", WARN, detail, "free some disk space, or set LOCKSTEP_CACHE_DIR to another disk")
+    else:
+        yield Finding("cache", OK, detail)
+
+
+def look_at_demo_model(environment: Environment) -> Iterator[Finding]:
+    """Whether the model called ``demo`` is there, or could be made."""
+    folder = demo_model_folder(environment.cache_dir)
+    if folder.is_dir():
+        yield Finding("demo model", OK, str(folder))
+    elif missing := missing_tools():
+        advice = "pip install 'lockstep[demo]' if you want it; your own checkpoints need none of these"
+        yield Finding("demo model", WARN, f"not there, and making it needs {', '.join(missing)}", advice)
+    else:
+        yield Finding("demo model", OK, "not there yet: its first use fetches 93 MB and converts them, once")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    return (done.stdout or done.stderr).partition("\n")[0] or f"{command[0]} (exit code {done.returncode})"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit in ("B", "kB") else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

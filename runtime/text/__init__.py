@@ -1,0 +1,1 @@
+"""Text: tokenizer, chat template, and the check of grammars for structured output."""

@@ -1,0 +1,1 @@
+"""Custom ops of ours, one file each: schema, fake, reference in plain torch, and the Triton kernel."""

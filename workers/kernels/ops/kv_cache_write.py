@@ -1,0 +1,94 @@
+"""Storing a step's keys and values in a paged cache, given as a tensor; the KV-update op finds that tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from workers.kernels.custom_op import fused_op
+from workers.kernels.triton_launch import kernel, next_power_of_2
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+def kv_cache_write_reference(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Token by token; slot -1 is skipped.
+
+    Args:
+        key: [T_padded, num_kv_heads, head_dim].
+        value: like ``key``.
+        kv_cache: [num_blocks, 2, num_kv_heads, block_size, head_dim], keys at 0 and values at 1; dense.
+        slot_mapping: int64 [T_padded], block * block_size + offset.
+    """
+    block_size = kv_cache.shape[3]
+    slots: list[int] = slot_mapping.tolist()
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            kv_cache[slot // block_size, 0, :, slot % block_size] = key[token]
+            kv_cache[slot // block_size, 1, :, slot % block_size] = value[token]
+
+
+def kv_cache_write_fake(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Nothing: the op has no result."""
+
+
+@kernel()
+def _kv_cache_write(
+    key, value, cache, slot_mapping, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Program i: keys and values of token i, all heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
+    inside = (head < KV_HEADS) & (at < HEAD_DIM)
+    plane = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    target = cache + slot // BLOCK_SIZE * 2 * plane + (head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + at
+    new_key = tl.load(key + token * stride_key_token + head * stride_key_head + at, mask=inside)
+    new_value = tl.load(value + token * stride_value_token + head * stride_value_head + at, mask=inside)
+    tl.store(target, new_key, mask=inside)
+    tl.store(target + plane, new_value, mask=inside)
+
+
+def kv_cache_write_triton(
+    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """The same in one launch. Heads of a wider projection are read where they lie."""
+    if not key.numel():
+        return
+    key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
+    heads, block_size, head_dim = kv_cache.shape[2:]
+    _kv_cache_write[(key.shape[0],)](
+        key,
+        value,
+        kv_cache,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        KV_HEADS=heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HEADS=next_power_of_2(heads),
+        DIM=next_power_of_2(head_dim),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+kv_cache_write = fused_op(
+    "kv_cache_write",
+    kv_cache_write_reference,
+    kv_cache_write_triton,
+    kv_cache_write_fake,
+    mutates_args=("kv_cache",),
+)

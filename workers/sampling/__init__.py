@@ -1,0 +1,1 @@
+"""Sampling: from logits to tokens and log-probabilities, the same on every rank."""

@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lockstep-setup
-SOURCES := lockstep.py launch runtime workers parallel benchmarks tests
+SOURCES := lockstep.py launch runtime workers parallel benchmarks tests tools
 
 .PHONY: help setup demo test check format clean
 .DEFAULT_GOAL := help

@@ -1,8 +1,7 @@
-"""Where things live and what they may load: the rules that neither ruff nor import-linter can check."""
+"""Where things live and what they may load: the rules that only running Python can check."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import subprocess
 import sys
@@ -89,14 +88,3 @@ def test_no_module_is_named_like_a_library() -> None:
     libraries = (installed | set(sys.stdlib_module_names)) - STANDARD_LIBRARY_NAMES_ALLOWED - {*FOLDERS, "lockstep"}
     names = {(path.parent.name if path.stem == "__init__" else path.stem): path for path in MODULES}
     assert not {str(path.relative_to(ROOT)) for name, path in names.items() if name in libraries}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_module_says_what_it_is_for_and_stays_readable(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    assert ast.get_docstring(tree), "the first docstring says what lives here and what does not"
-    assert len(source.splitlines()) <= 500, "cut it in two along a seam"
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    long = [f"{f.name}, line {f.lineno}" for f in functions if (f.end_lineno or f.lineno) - f.lineno >= 60]
-    assert not long, f"a function fits on a screen of 60 lines: {long}"

@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from launch.rank_main import Orders, host_identity, make_orders
+from launch.rank_spec import RankSpec, host_identity, make_rank_specs
 from runtime.common.channel import Channel, channel_pair, wait_readable
 from runtime.common.config import EngineConfig
 from runtime.common.model_config import ModelConfig
@@ -63,15 +63,15 @@ class RankProcess:
             self._pidfd = -1
 
 
-def spawn_rank(orders: Orders) -> tuple[RankProcess, Channel]:
-    """Start one rank on this host and hand it its orders.
+def spawn_rank(spec: RankSpec) -> tuple[RankProcess, Channel]:
+    """Start one rank on this host and send it its spec.
 
     Returns:
-        the process, and our end of the socket pair: the rank's channel unless the orders name another address.
+        the process, and our end of the socket pair: the rank's channel unless the spec names another address.
     """
     channel, theirs = channel_pair()
     # -P keeps a user's working folder off sys.path: a file of theirs called `workers.py` must not shadow ours.
-    command = [sys.executable, "-P", "-m", "launch.rank_main", "--rank", str(orders.rank)]
+    command = [sys.executable, "-P", "-m", "launch.rank_main", "--rank", str(spec.rank)]
     command += ["--fd", str(theirs.fileno())]
     if threading.current_thread() is threading.main_thread():
         # The kernel ties this to the parent *thread*: from any other thread it would end ranks that are still wanted.
@@ -83,15 +83,16 @@ def spawn_rank(orders: Orders) -> tuple[RankProcess, Channel]:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
         )
-    channel.send(orders.packed())
-    return RankProcess(orders.rank, process), channel
+    channel.send(spec.pack())
+    return RankProcess(spec.rank, process), channel
 
 
 class LocalLauncher:
     """One spawned process per rank on this host. Implements ``ranks.Launcher``; nothing listens anywhere."""
 
     name = "local"
-    no_restart = ""
+    supports_restart = True
+    restart_hint = ""
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
         """Start every rank, in rank order; each will say hello on its channel."""
@@ -99,8 +100,8 @@ class LocalLauncher:
         hosts = [host_identity()] * config.tensor_parallel_size
         started: list[StartedRank] = []
         try:
-            for orders in make_orders(config, model, hosts):
-                started.append(StartedRank(*spawn_rank(orders)))
+            for spec in make_rank_specs(config, model, hosts):
+                started.append(StartedRank(*spawn_rank(spec)))
         except BaseException:
             for rank in started:
                 rank.handle.kill()

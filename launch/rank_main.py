@@ -1,15 +1,14 @@
-"""The process of one rank: takes its orders, prepares its environment, then becomes a worker.
+"""The process of one rank: receives its spec, prepares its environment, then becomes a worker.
 
 Every launcher starts this same module. ``python -m launch.rank_main --rank R --fd N`` inherits one end of a socket
-pair; its first frame is the :class:`Orders`. Where the driver is not the parent (a Ray actor or torchrun started
-us), the orders name the driver's address and the pair is only used to receive them. Thread counts must be in the
+pair; its first frame is the :class:`RankSpec`. Where the driver is not the parent (a Ray actor or torchrun started
+us), the spec names the driver's address and the pair is only used to receive them. Thread counts must be in the
 environment before torch is imported, so torch is imported here, late, through ``workers.worker``.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import faulthandler
 import logging
@@ -19,91 +18,20 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from launch.rank_spec import RankSpec, host_identity
 from launch.standard_error import protect_stderr
 from runtime.common.channel import Channel, connect
 from runtime.common.config import EngineConfig
 from runtime.common.log import configure_logging
 from runtime.common.model_config import ModelConfig
-from runtime.common.protocol import pack, unpack
-from runtime.executor.run_folder import remove_traces
+from runtime.common.protocol import pack
+from runtime.executor.run_dir import cleanup_run_dir
 
 PR_SET_PDEATHSIG = 1
 DRIVER_GONE_EXIT_CODE = 70
 """The exit code of a rank whose driver vanished; nobody is left to read it, but ``ps`` and logs show it."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What a rank's process is told before it can do anything.
-
-    Attributes:
-        rank, size: its place in the tensor-parallel group.
-        local_rank, ranks_on_host: its place among the ranks of its host.
-        threads: CPU threads it may use; 0: its share of the host's cores, which the rank itself sees best.
-        address: where the driver listens, or "" if the inherited socket itself is the channel.
-        secret: the run's secret, for the handshake at ``address``.
-        config, model: fields of the resolved EngineConfig and of the ModelConfig.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    ranks_on_host: int
-    threads: int
-    address: str
-    secret: bytes
-    config: dict[str, Any]
-    model: dict[str, Any]
-
-    def packed(self) -> bytes:
-        """As the first frame on the inherited socket."""
-        return pack(["orders", asdict(self)])
-
-    @classmethod
-    def unpacked(cls, frame: bytes) -> Orders:
-        """The inverse of :meth:`packed`."""
-        return cls(**unpack(frame)[1])
-
-
-def make_orders(
-    config: EngineConfig, model: ModelConfig, hosts: Sequence[str], address: str = "", secret: bytes = b""
-) -> list[Orders]:
-    """The orders of every rank.
-
-    Args:
-        config: resolved, the same for all.
-        model: the same for all.
-        hosts: each rank's host, by :func:`host_identity`, in rank order.
-        address: where they reach the driver; "" if they inherit their channel.
-        secret: with which they prove themselves there.
-    """
-    return [
-        Orders(
-            rank=rank,
-            size=len(hosts),
-            local_rank=list(hosts[:rank]).count(host),
-            ranks_on_host=list(hosts).count(host),
-            threads=config.threads_per_rank or 0,
-            address=address,
-            secret=secret,
-            config=config.to_dict(),
-            model=model.to_dict(),
-        )
-        for rank, host in enumerate(hosts)
-    ]
-
-
-def host_identity() -> str:
-    """Equal for two processes that share /dev/shm and a kernel: whether they may meet in shared memory."""
-    boot = "?"
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    shm = os.stat("/dev/shm") if os.path.isdir("/dev/shm") else None
-    return f"{socket.gethostname()}/{boot}/{shm.st_dev if shm else 0}"
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -125,16 +53,16 @@ def watch_driver(channel: Channel, run_dir: str) -> None:
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLRDHUP)
         poller.poll()
-        remove_traces(run_dir)  # The driver was to do it.
+        cleanup_run_dir(run_dir)  # The driver was to do it.
         os._exit(DRIVER_GONE_EXIT_CODE)
 
     threading.Thread(target=wait_for_hangup, name="driver-watch", daemon=True).start()
 
 
-def run_rank(orders: Orders, channel: Channel) -> None:
-    """Be rank ``orders.rank`` until the driver is done with it. Returns when it is."""
-    config = EngineConfig.from_dict(orders.config)
-    threads = orders.threads or max(1, len(os.sched_getaffinity(0)) // orders.ranks_on_host)
+def run_rank(spec: RankSpec, channel: Channel) -> None:
+    """Be rank ``spec.rank`` until the driver is done with it. Returns when it is."""
+    config = EngineConfig.from_dict(spec.config)
+    threads = spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_host)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages: weights read 3 to 10 % faster.
     if config.device == "cpu":
@@ -144,14 +72,14 @@ def run_rank(orders: Orders, channel: Channel) -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # The supervisor asks a hung group for its stacks.
-    configure_logging(config.log_level, rank=orders.rank)
+    configure_logging(config.log_level, rank=spec.rank)
     watch_driver(channel, config.run_dir)
-    channel.send(pack(["hello", orders.rank, process_facts()]))
+    channel.send(pack(["hello", spec.rank, process_facts()]))
 
     from workers.worker import RankInfo, Worker  # Imports torch: only after the environment is set.
 
-    info = RankInfo(orders.rank, orders.size, orders.local_rank, orders.ranks_on_host, threads)
-    Worker(info, config, ModelConfig.from_dict(orders.model), channel).serve()
+    info = RankInfo(spec.rank, spec.size, spec.local_rank, spec.ranks_on_host, threads)
+    Worker(info, config, ModelConfig.from_dict(spec.model), channel).serve()
 
 
 def process_facts() -> dict[str, Any]:
@@ -162,20 +90,20 @@ def process_facts() -> dict[str, Any]:
 def main() -> None:
     """Entry point of ``python -m launch.rank_main``."""
     parser = argparse.ArgumentParser(description="one tensor-parallel rank; started by Lockstep, not by hand")
-    parser.add_argument("--rank", type=int, required=True, help="shown in process lists; the orders decide")
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket with the orders")
+    parser.add_argument("--rank", type=int, required=True, help="shown in process lists; the spec decides")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket with the spec")
     parser.add_argument("--parent", type=int, default=0, help="die with this process; 0: do not")
     arguments = parser.parse_args()
     protect_stderr()
     if arguments.parent:
         die_with_parent(arguments.parent)
     inherited = Channel(socket.socket(fileno=arguments.fd))
-    orders = Orders.unpacked(inherited.recv(timeout=60.0))
+    spec = RankSpec.unpack(inherited.recv(timeout=60.0))
     channel = inherited
-    if orders.address:
-        channel = connect(orders.address, orders.secret, timeout=60.0)
-        channel.send(orders.rank.to_bytes(2, "big"))
-    run_rank(orders, channel)
+    if spec.address:
+        channel = connect(spec.address, spec.secret, timeout=60.0)
+        channel.send(spec.rank.to_bytes(2, "big"))
+    run_rank(spec, channel)
     # Skip interpreter teardown: threads of torch and gloo may still hold locks, and there is nothing to save.
     logging.shutdown()
     sys.stdout.flush()

@@ -12,7 +12,7 @@ import os
 import socket
 
 from launch.local import spawn_rank
-from launch.rank_main import Orders, host_identity
+from launch.rank_spec import RankSpec, host_identity
 from runtime.common.channel import wait_readable
 from runtime.common.protocol import pack
 
@@ -27,13 +27,13 @@ class RankActor:
         """Where this actor landed: host, what it shares memory with, and the actor's pid."""
         return pack(["actor", socket.gethostname(), host_identity(), os.getpid()])
 
-    def run(self, orders: bytes) -> int:
+    def run(self, spec: bytes) -> int:
         """Start the rank and wait for its end; gives its return code, negative for a signal.
 
         The child dies with this process (it is started from the main thread), so killing the actor ends the rank.
         """
         with contextlib.closing(_Parent()) as raylet:
-            process, channel = spawn_rank(Orders.unpacked(orders))
+            process, channel = spawn_rank(RankSpec.unpack(spec))
             if process not in wait_readable([process, raylet], None):
                 process.kill()
                 os._exit(RAYLET_GONE_EXIT_CODE)

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from launch.accept import accept_ranks
-from launch.rank_main import host_identity, make_orders
+from launch.rank_spec import host_identity, make_rank_specs
 from launch.ray_actor import RankActor
 from runtime.common.channel import ChannelListener
 from runtime.common.config import EngineConfig
@@ -192,7 +192,8 @@ class RayLauncher:
     """One Ray actor per rank in a placement group. Implements ``ranks.Launcher``."""
 
     name = "ray"
-    no_restart = ""
+    supports_restart = True
+    restart_hint = ""
 
     def __init__(self) -> None:
         self._owns_ray = False
@@ -216,12 +217,12 @@ class RayLauncher:
         self._listener = ChannelListener(
             f"unix:{config.run_dir}/driver" if same_host else f"tcp:{ray_node_ip()}", secret
         )
-        all_orders = make_orders(config, model, [p.host_id for p in placed], self._listener.address, secret)
+        specs = make_rank_specs(config, model, [p.host_id for p in placed], self._listener.address, secret)
         handles: list[RayRank] = []
-        for place, orders in zip(placed, all_orders, strict=True):
-            running = place.actor.run.remote(orders.packed())
+        for place, spec in zip(placed, specs, strict=True):
+            running = place.actor.run.remote(spec.pack())
             local = place.host_id == host_identity()
-            handles.append(RayRank(orders.rank, place.host, place.actor, running, same_host=local))
+            handles.append(RayRank(spec.rank, place.host, place.actor, running, same_host=local))
         try:
             channels = accept_ranks(self._listener, handles, deadline)
         except BaseException:

@@ -2,7 +2,7 @@
 
 Every process torchrun starts runs ``launch/spmd.py``. Process 0 carries out the command and is the driver; the others
 are *agents*. The driver and each agent start their rank as a child, so the driver's work and a rank's never share an
-interpreter, and a rank's exit code or signal is known. An agent holds a control channel to the driver: orders come
+interpreter, and a rank's exit code or signal is known. An agent holds a control channel to the driver: its spec comes
 down, the child's end goes up, and the end of the channel ends the child. ``torchrun_wrapper.py`` starts
 these processes for ``lockstep launch``.
 """
@@ -26,14 +26,14 @@ from typing import Any, NoReturn, Protocol
 from launch.accept import accept_ranks
 from launch.environment import TorchrunRanks, torchrun_ranks
 from launch.local import spawn_rank
-from launch.rank_main import Orders, host_identity, make_orders
+from launch.rank_spec import RankSpec, host_identity, make_rank_specs
 from runtime.common.channel import Channel, ChannelClosedError, ChannelListener, connect, wait_readable
 from runtime.common.config import EngineConfig
 from runtime.common.errors import ConfigError, EngineError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import pack, unpack
 from runtime.executor.launcher import RankHandle, StartedRank
-from runtime.executor.run_folder import PREFIX
+from runtime.executor.run_dir import PREFIX
 
 POLL_SECONDS = 0.02
 GOODBYE_SECONDS = 5.0
@@ -180,7 +180,8 @@ class TorchrunLauncher:
     """Starts rank 0 as our child and the others through their agents. Implements ``ranks.Launcher``."""
 
     name = "torchrun"
-    no_restart = (
+    supports_restart = False
+    restart_hint = (
         "torchrun placed these ranks, so it is torchrun that can start them again: `torchrun --max-restarts N ...` or "
         "`lockstep launch --max-restarts N -- ...`, which runs the whole command anew"
     )
@@ -195,7 +196,7 @@ class TorchrunLauncher:
         self._ranks = found
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
-        """Meet the agents, give every rank its orders, and accept a channel from each.
+        """Meet the agents, give every rank its spec, and accept a channel from each.
 
         Raises:
             ConfigError: torchrun started another number of processes than there are to be ranks.
@@ -252,15 +253,15 @@ class TorchrunLauncher:
         places = [host_identity(), *(agents[rank][1]["host_id"] for rank in range(1, len(agents) + 1))]
         handles: list[RankHandle] = []
         try:
-            for orders in make_orders(config, model, places, listener.address, secret):
-                if orders.rank == 0:
-                    process, pair = spawn_rank(orders)
+            for spec in make_rank_specs(config, model, places, listener.address, secret):
+                if spec.rank == 0:
+                    process, pair = spawn_rank(spec)
                     pair.close()
                     handles.append(process)
                 else:
-                    control, facts = agents[orders.rank]
-                    control.send(orders.packed())
-                    handles.append(AgentRank(orders.rank, str(facts["host"]), control))
+                    control, facts = agents[spec.rank]
+                    control.send(spec.pack())
+                    handles.append(AgentRank(spec.rank, str(facts["host"]), control))
             channels = accept_ranks(listener, handles, deadline)
         except BaseException:
             for handle in handles:
@@ -280,7 +281,7 @@ class TorchrunLauncher:
 # ---- an agent's side
 
 
-class Patience:
+class DeferredSigterm:
     """SIGTERM for an agent: it ends the process, but not as long as a driver uses its rank.
 
     On one host torchrun sends it to all of its processes at once: the driver, too, which may have requests to finish.
@@ -323,7 +324,7 @@ def serve_as_agent(ranks: TorchrunRanks, rendezvous: Rendezvous) -> int:
         with contextlib.suppress(OSError):  # The driver was done before, and has removed the folder.
             rendezvous.publish(f"bye-{ranks.rank}", b"1")
 
-    wait = Patience(leave).while_needed if ranks.one_host else contextlib.nullcontext
+    wait = DeferredSigterm(leave).while_needed if ranks.one_host else contextlib.nullcontext
     seen = b""
     while True:
         seen = rendezvous.wait(DRIVER, timeout=7 * 86400.0, other_than=seen)
@@ -339,17 +340,17 @@ def serve_as_agent(ranks: TorchrunRanks, rendezvous: Rendezvous) -> int:
         with wait():
             with contextlib.suppress(ChannelClosedError):
                 control.send(pack(["agent", ranks.rank, facts]))
-                run_orders(control)
+                run_rank_spec(control)
             control.close()
 
 
-def run_orders(control: Channel) -> None:
-    """Start the rank the driver orders, pass signals on to it, and report its end.
+def run_rank_spec(control: Channel) -> None:
+    """Start the rank of the spec that the driver sends, pass signals on to it, and report its end.
 
     Raises:
         ChannelClosedError: the driver closed the control channel; the rank, if there was one, is dead by then.
     """
-    process, pair = spawn_rank(Orders.unpacked(control.recv()))
+    process, pair = spawn_rank(RankSpec.unpack(control.recv()))
     pair.close()
     try:
         while process.returncode() is None:

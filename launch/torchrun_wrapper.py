@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from runtime.common.errors import shell_code
-from runtime.executor.run_folder import PREFIX
+from runtime.executor.run_dir import PREFIX
 
 if TYPE_CHECKING:
     import argparse

@@ -55,7 +55,7 @@ class EngineClosedError(EngineError):
 
 
 class ProtocolError(EngineError):
-    """Bytes on a channel between driver and worker were not a message of ours (too long, malformed, unknown verb)."""
+    """Bytes on a channel between driver and worker were not a message of ours (too long, malformed, unknown method)."""
 
 
 class RankError(EngineError):

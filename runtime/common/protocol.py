@@ -1,6 +1,6 @@
-"""What driver and workers say to each other: verbs, step plans and results, as msgpack.
+"""What driver and workers say to each other: RPCs, step plans and results, as msgpack.
 
-A message is one msgpack array. Driver to worker: ``["call", call_id, verb, arguments]`` or ``["step", plan]``.
+A message is one msgpack array. Driver to worker: ``["call", call_id, method, arguments]`` or ``["step", plan]``.
 Worker to driver: ``["hello", rank, facts]`` once, then for each message ``["ok", id, digest, value]`` or
 ``["error", id, kind, message, traceback]``, where ``id`` is the call id or the step id. The digest is of the bytes that
 the worker received, so that a worker that executed other bytes than the driver sent is found in that very step.

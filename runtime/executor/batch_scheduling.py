@@ -17,7 +17,7 @@ log = logging.getLogger("lockstep")
 _PRIORITY = os.sched_param(0)  # The only one that SCHED_BATCH and SCHED_OTHER have; nice values stay as they are.
 
 
-class Yielding:
+class SchedBatchContext:
     """Within the ``with`` block, the calling thread pushes no other one aside when it wakes up.
 
     It ends with the block, so neither a caller's thread nor a process that it starts later is changed. A thread with a

@@ -52,11 +52,13 @@ class Launcher(Protocol):
 
     Attributes:
         name: as ``distributed_executor_backend`` has it.
-        no_restart: why this launcher cannot start a second group, and what to do instead; "" if it can.
+        supports_restart: whether another worker group can be started after one has failed.
+        restart_hint: if not, what the user does instead.
     """
 
     name: str
-    no_restart: str
+    supports_restart: bool
+    restart_hint: str
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
         """Start every rank within ``timeout`` seconds and give them in rank order."""

@@ -1,4 +1,4 @@
-"""Walks a worker group through its named start-up stages: each is a verb to every rank, with a deadline of its own.
+"""Walks a worker group through its named start-up stages: each is an RPC to every rank, with a deadline of its own.
 
 ``spawn, device, group, weights, kv_cache, compile, capture, ready``: after the last the ranks have proven that they
 will execute the same, and steps may follow. What a failure means and what follows it is ``supervisor.py``'s.
@@ -17,7 +17,7 @@ from runtime.common.config import EngineConfig
 from runtime.common.errors import StartupError
 from runtime.common.model_config import ModelConfig
 from runtime.executor.launcher import Launcher
-from runtime.executor.run_folder import run_id
+from runtime.executor.run_dir import run_id
 from runtime.executor.worker_group import Deadline, WorkerGroup
 
 log = logging.getLogger("lockstep")
@@ -36,7 +36,7 @@ class StartupProgress(Protocol):
         """A stage is over."""
 
 
-class Silence:
+class NullProgress:
     """A StartupProgress nobody listens to."""
 
     def started(self, stage: str) -> None:
@@ -132,9 +132,9 @@ class Startup:
         assert self.group is not None, "the spawn stage comes first"
         return self.group
 
-    def _call(self, verb: str, stage: str, **arguments: Any) -> list[Any]:
-        """Call a verb on every rank; one value per rank, in rank order."""
-        return self._ranks.call(verb, stage_deadline(self._config, stage), **arguments)
+    def _call(self, method: str, stage: str, **arguments: Any) -> list[Any]:
+        """Call an RPC method on every rank; one value per rank, in rank order."""
+        return self._ranks.call(method, stage_deadline(self._config, stage), **arguments)
 
     def _spawn(self) -> str:
         begun, deadline = time.monotonic(), stage_deadline(self._config, "spawn")

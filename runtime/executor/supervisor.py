@@ -17,11 +17,11 @@ from runtime.common.config import EngineConfig
 from runtime.common.errors import EngineClosedError, EngineError, LockstepError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import StepPlan, StepResult, pack_plan, unpack_tokens
-from runtime.executor.batch_scheduling import Yielding
+from runtime.executor.batch_scheduling import SchedBatchContext
 from runtime.executor.interface import MAX_OUTSTANDING
 from runtime.executor.launcher import Launcher
-from runtime.executor.run_folder import make_run_folder, remove_traces
-from runtime.executor.startup import Silence, Startup, StartupProgress, StartupReport, stage_deadline
+from runtime.executor.run_dir import cleanup_run_dir, make_run_dir
+from runtime.executor.startup import NullProgress, Startup, StartupProgress, StartupReport, stage_deadline
 from runtime.executor.worker_group import Deadline, WorkerGroup
 
 log = logging.getLogger("lockstep")
@@ -53,12 +53,12 @@ class Supervisor:
         self._launcher = launcher
         self._config = config
         self._model = model
-        self._progress: StartupProgress = progress or Silence()
+        self._progress: StartupProgress = progress or NullProgress()
         self._group: WorkerGroup | None = None
         self._collected: deque[StepResult] = deque()
         """Results that had to be read before the engine asked for them."""
         self._run_dir = ""
-        self._yielding = Yielding()
+        self._batch_scheduling = SchedBatchContext()
         self._failure: LockstepError | None = None
         self._closed = False
         self.report = StartupReport()
@@ -98,17 +98,17 @@ class Supervisor:
         if self._closed:
             raise EngineClosedError("this worker group was closed")
         self._end_group(orderly=self._failure is None)
-        if self._launcher.no_restart:
+        if not self._launcher.supports_restart:
             raise self._cannot_restart()
         begun = time.monotonic()
         self._failure = None
-        self._bring_up(replace(self._config, fault=""), Silence())
+        self._bring_up(replace(self._config, fault=""), NullProgress())
         blocks = self.report.num_kv_blocks
         log.warning("the worker group is up again after %.1f s, with %d KV blocks", time.monotonic() - begun, blocks)
         return blocks
 
     def _bring_up(self, config: EngineConfig, progress: StartupProgress) -> None:
-        self._run_dir = make_run_folder()
+        self._run_dir = make_run_dir()
         startup = Startup(self._launcher, replace(config, run_dir=self._run_dir), self._model, progress)
         try:
             self._group = startup.run()
@@ -119,11 +119,11 @@ class Supervisor:
             raise
         self.report = startup.report
         # Ranks are connected and have met: nothing in the folder is needed any more.
-        remove_traces(self._run_dir)
+        cleanup_run_dir(self._run_dir)
 
     def _cannot_restart(self) -> EngineError:
         """The launcher's refusal, which must not hide what it was that failed."""
-        error = EngineError(f"{self._launcher.no_restart}; the cause: {self._failure}")
+        error = EngineError(f"{self._launcher.restart_hint}; the cause: {self._failure}")
         if self._failure is not None:
             error.exit_code = self._failure.exit_code
         error.__cause__ = self._failure
@@ -156,7 +156,7 @@ class Supervisor:
         if not group.num_unanswered:
             raise EngineError("no plan is outstanding; submit one first")
         try:
-            with self._yielding:
+            with self._batch_scheduling:
                 return self._gather(group)
         except LockstepError as error:
             self._fail(error)
@@ -221,5 +221,5 @@ class Supervisor:
         if group is not None:
             group.end(orderly=orderly)
         self._launcher.release()
-        remove_traces(self._run_dir)
+        cleanup_run_dir(self._run_dir)
         self._run_dir = ""

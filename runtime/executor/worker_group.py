@@ -80,7 +80,7 @@ class _Sent:
 
 
 @dataclass(frozen=True)
-class _Trouble:
+class _Failure:
     """One sign of a failure, and how well it explains it (lower is better)."""
 
     order: int
@@ -110,10 +110,10 @@ class WorkerGroup:
         self._sent: deque[_Sent] = deque()
         self._last_gathered = 0.0
         self._next_call = 0
-        self._troubles: list[_Trouble] = []
+        self._failures: list[_Failure] = []
         self._grace_ends = float("inf")
-        self._lost: set[int] = set()
-        """Ranks with a trouble: nothing they say matters any more."""
+        self._failed: set[int] = set()
+        """Ranks with a failure: nothing they say matters any more."""
         # One poll object for the life of the group: a selector made for every step costs more than the step's messages.
         self._poll = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -135,10 +135,10 @@ class WorkerGroup:
         """The number of the message that :meth:`gather` will give the answers to."""
         return self._sent[0].number
 
-    def call(self, verb: str, deadline: Deadline, **arguments: Any) -> list[Any]:
-        """Call a verb on every rank; one value per rank. Nothing else may be unanswered."""
+    def call(self, method: str, deadline: Deadline, **arguments: Any) -> list[Any]:
+        """Call an RPC method on every rank; one value per rank. Nothing else may be unanswered."""
         self._next_call += 1
-        self.send(pack(["call", self._next_call, verb, arguments]), self._next_call, deadline)
+        self.send(pack(["call", self._next_call, method, arguments]), self._next_call, deadline)
         return self.gather()
 
     def send(self, frame: bytes, number: int, deadline: Deadline) -> None:
@@ -152,8 +152,8 @@ class WorkerGroup:
             try:
                 started.channel.send(frame)
             except ChannelClosedError:
-                self._lose(rank, self._death(rank))
-        if self._troubles:
+                self._mark_failed(rank, self._death(rank))
+        if self._failures:
             oldest = self._sent[0]
             self._listen(oldest, float("inf"))
             raise self._best_error()
@@ -168,7 +168,7 @@ class WorkerGroup:
         sent = self._sent[0]
         self._listen(sent, max(sent.since, self._last_gathered) + sent.deadline.seconds)
         if sent.missing:
-            raise self._best_error() if self._troubles else self._silence(sent)
+            raise self._best_error() if self._failures else self._timeout_error(sent)
         self._sent.popleft()
         self._last_gathered = time.monotonic()
         return sent.answers
@@ -184,7 +184,7 @@ class WorkerGroup:
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             while True:
                 ready = self._take(deadline - time.monotonic())
-                if self._troubles:
+                if self._failures:
                     raise self._best_error()
                 if wakeup in ready:
                     return True
@@ -222,8 +222,8 @@ class WorkerGroup:
         self._sent.append(_Sent(number, expected, deadline, since, set(range(size)), [None] * size))
 
     def _listen(self, sent: _Sent, deadline: float) -> None:
-        """Read until every rank without a trouble has answered ``sent``, or it is too late."""
-        while sent.missing - self._lost:
+        """Read until every rank without a failure has answered ``sent``, or it is too late."""
+        while sent.missing - self._failed:
             left = min(deadline, self._grace_ends) - time.monotonic()
             # What is there already counts even if this process itself was late to look.
             if not self._take(left) and left <= 0:
@@ -235,48 +235,48 @@ class WorkerGroup:
         # In rank order, a channel before the process behind it: last words explain a death.
         for fd in sorted(ready & self._rank_of.keys(), key=lambda fd: (self._rank_of[fd], fd not in self._channels)):
             rank = self._rank_of[fd]
-            if rank in self._lost:
+            if rank in self._failed:
                 continue
             if fd in self._channels:
                 self._read(rank)
             elif self.ranks[rank].channel.fileno() not in ready:
-                self._lose(rank, self._death(rank))
+                self._mark_failed(rank, self._death(rank))
         return ready
 
     def _read(self, rank: int) -> None:
-        """One message of a rank: keep its answer, or note the trouble."""
+        """One message of a rank: keep its answer, or note the failure."""
         try:
             message = unpack(self.ranks[rank].channel.recv_begun())
         except ChannelClosedError:
-            self._lose(rank, self._death(rank))
+            self._mark_failed(rank, self._death(rank))
             return
         except ProtocolError as error:
-            self._lose(rank, self._divergence(rank, f"it sent what is no message of ours: {error}"))
+            self._mark_failed(rank, self._divergence(rank, f"it sent what is no message of ours: {error}"))
             return
         if message[0] == "progress":
             self._on_progress(*message[1:4])
             return
         sent = next((sent for sent in self._sent if rank in sent.missing), None)
-        trouble = self._check(rank, message, sent)
-        if trouble is not None:
-            self._lose(rank, trouble)
+        failure = self._check(rank, message, sent)
+        if failure is not None:
+            self._mark_failed(rank, failure)
         elif sent is not None:
             sent.answers[rank] = message[2] if sent.number == HELLO else message[3]
             sent.missing.discard(rank)
 
-    def _check(self, rank: int, message: list[Any], sent: _Sent | None) -> _Trouble | None:
+    def _check(self, rank: int, message: list[Any], sent: _Sent | None) -> _Failure | None:
         """What is wrong with a message as the answer to ``sent``; None if nothing is."""
         if message[0] == "error":
             _, _, kind, text, rank_traceback = message
             if kind in INPUT_ERRORS:
-                return _Trouble(0, INPUT_ERRORS[kind](f"rank {rank}: {text}"))
+                return _Failure(0, INPUT_ERRORS[kind](f"rank {rank}: {text}"))
             # A collective that failed says that *another* rank is missing: believe that other rank first.
             order = 4 if kind.startswith("Collective") else 2
             host, stage = self.hosts[rank], self._stage(rank)
             raised = RankRaisedError(
                 f"{kind}: {text}", rank=rank, host=host, stage=stage, rank_traceback=rank_traceback
             )
-            return _Trouble(order, raised)
+            return _Failure(order, raised)
         if sent is None:
             return self._divergence(rank, f"it sent {message[0]!r} when nothing was asked of it")
         if sent.number == HELLO:
@@ -290,16 +290,16 @@ class WorkerGroup:
             )
         return None
 
-    # ---- troubles
+    # ---- failures
 
     def _stage(self, rank: int) -> str:
         """What a rank was to do: the stage of the oldest message it has not answered; "" while it was idle."""
         return next((sent.deadline.stage for sent in self._sent if rank in sent.missing), "")
 
-    def _divergence(self, rank: int, text: str) -> _Trouble:
-        return _Trouble(3, LockstepGuardError(text, rank=rank, host=self.hosts[rank], stage=self._stage(rank)))
+    def _divergence(self, rank: int, text: str) -> _Failure:
+        return _Failure(3, LockstepGuardError(text, rank=rank, host=self.hosts[rank], stage=self._stage(rank)))
 
-    def _death(self, rank: int) -> _Trouble:
+    def _death(self, rank: int) -> _Failure:
         """What is known about a rank whose channel closed or whose process ended."""
         handle = self.ranks[rank].handle
         handle.wait(0.5)  # The channel closes a moment before the process can be reaped.
@@ -309,21 +309,21 @@ class WorkerGroup:
             hint = "if nobody sent it, look for the kernel's out-of-memory killer in dmesg"
         stage = self._stage(rank)
         death = RankDiedError(rank=rank, returncode=code, host=self.hosts[rank], stage=stage, hint=hint)
-        return _Trouble(1 if code is not None else 3, death)
+        return _Failure(1 if code is not None else 3, death)
 
-    def _lose(self, rank: int, trouble: _Trouble) -> None:
-        """Note a trouble, and stop listening to its rank."""
-        self._troubles.append(trouble)
-        self._lost.add(rank)
+    def _mark_failed(self, rank: int, failure: _Failure) -> None:
+        """Note a failure, and stop listening to its rank."""
+        self._failures.append(failure)
+        self._failed.add(rank)
         self._grace_ends = min(self._grace_ends, time.monotonic() + GRACE_SECONDS)
         started = self.ranks[rank]
         for descriptor in (started.channel.fileno(), started.handle.fileno()):
             self._poll.unregister(descriptor)
 
     def _best_error(self) -> EngineError | InputError:
-        return min(self._troubles, key=lambda trouble: trouble.order).error
+        return min(self._failures, key=lambda failure: failure.order).error
 
-    def _silence(self, sent: _Sent) -> RankError:
+    def _timeout_error(self, sent: _Sent) -> RankError:
         """No answer in time: ask every rank for its stacks, then say who was silent and which flag decides."""
         silent, deadline = sorted(sent.missing), sent.deadline
         for started in self.ranks:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from launch.torchrun_wrapper import DriverEnded, signals_to_driver
-from runtime.executor.run_folder import make_run_folder, remove_traces
+from runtime.executor.run_dir import cleanup_run_dir, make_run_dir
 from tests.checkpoints import tiny_checkpoint
 
 BIN = Path(sys.executable).parent
@@ -86,7 +86,7 @@ def test_row_10_sigkill_of_the_launcher_leaves_nothing(place):
         launcher.send_signal(signal.SIGKILL)
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    remove_traces(make_run_folder())  # what a killed launcher could not remove, the next start does
+    cleanup_run_dir(make_run_dir())  # what a killed launcher could not remove, the next start does
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from runtime.common.errors import (
     RankRaisedError,
     RankTimeoutError,
 )
-from runtime.executor.run_folder import make_run_folder, remove_traces
+from runtime.executor.run_dir import cleanup_run_dir, make_run_dir
 from tests.checkpoints import tiny_checkpoint
 
 LOCKSTEP = Path(sys.executable).with_name("lockstep")
@@ -152,7 +152,7 @@ def test_row_13_a_start_sweeps_what_dead_runs_left_and_nothing_else(tmp_path: Pa
     finally:
         for pid in (dead, alive):
             names[pid].unlink(missing_ok=True)
-            remove_traces(str(folders[pid]))
+            cleanup_run_dir(str(folders[pid]))
 
 
 def test_row_14_a_full_shared_memory_says_need_and_have():
@@ -194,7 +194,7 @@ def test_row_9_sigkill_of_the_driver_leaves_nothing(when: str):
         driver.kill()
     _, alive = psutil.wait_procs(ranks, timeout=5)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    remove_traces(make_run_folder())  # what a killed driver could not remove, the next start does
+    cleanup_run_dir(make_run_dir())  # what a killed driver could not remove, the next start does
 
 
 def test_row_20_not_a_number_fails_one_request_only(monkeypatch: pytest.MonkeyPatch):

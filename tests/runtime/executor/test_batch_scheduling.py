@@ -10,20 +10,20 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runtime.executor.batch_scheduling import Yielding
+from runtime.executor.batch_scheduling import SchedBatchContext
 
 NORMAL, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
 
 def test_it_lasts_as_long_as_the_block_and_for_that_thread_alone():
     def body() -> None:
-        yielding = Yielding()
+        batch = SchedBatchContext()
         for _ in range(2):
-            with yielding:
+            with batch:
                 assert os.sched_getscheduler(0) == BATCH
                 assert os.sched_getscheduler(os.getpid()) == NORMAL
             assert os.sched_getscheduler(0) == NORMAL
-        with pytest.raises(ZeroDivisionError), yielding:
+        with pytest.raises(ZeroDivisionError), batch:
             _ = 1 // 0
         assert os.sched_getscheduler(0) == NORMAL
 
@@ -35,9 +35,9 @@ def test_it_lasts_as_long_as_the_block_and_for_that_thread_alone():
 def test_a_thread_with_a_policy_of_its_own_keeps_it(policy: int):
     script = f"""if True:
         import os
-        from runtime.executor.batch_scheduling import Yielding
+        from runtime.executor.batch_scheduling import SchedBatchContext
         os.sched_setscheduler(0, {policy}, os.sched_param(0))
-        with Yielding():
+        with SchedBatchContext():
             assert os.sched_getscheduler(0) == {policy}
         assert os.sched_getscheduler(0) == {policy}
     """
@@ -52,8 +52,8 @@ def test_where_the_kernel_refuses_nothing_changes_and_it_is_not_asked_again(monk
         raise OSError(errno.EINVAL, "this kernel knows one policy")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    yielding = Yielding()
+    batch = SchedBatchContext()
     for _ in range(3):
-        with yielding:
+        with batch:
             assert os.sched_getscheduler(0) == NORMAL
     assert asked == [BATCH]

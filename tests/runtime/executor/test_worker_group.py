@@ -54,10 +54,10 @@ FOUND: dict[str, Any] = {
     "capture": {"graphs": 0},
     "ready": {"config": "same"},
 }
-"""What a rank answers to the start-up verbs."""
+"""What a rank answers to the start-up RPCs."""
 
 
-class PlayedRank:
+class FakeRank:
     """Both sides of a rank without a process: the supervisor's handle of it, and what the test makes it say."""
 
     def __init__(self, rank: int) -> None:
@@ -89,15 +89,15 @@ class PlayedRank:
     # ---- what the test makes it do
 
     def start_up(self) -> None:
-        """Say hello and answer every start-up verb, from a thread of its own."""
+        """Say hello and answer every start-up method, from a thread of its own."""
         facts = {"pid": self.pid, "host": self.host, "host_id": "one"}
         self.channel.send(pack(["hello", self.rank, facts]))
-        verb = ""
+        method = ""
         with contextlib.suppress(ChannelClosedError):
-            while verb != "ready":
+            while method != "ready":
                 frame = self.channel.recv(timeout=20.0)
-                _, number, verb, _ = unpack(frame)
-                self.channel.send(pack(["ok", number, digest(frame), FOUND.get(verb)]))
+                _, number, method, _ = unpack(frame)
+                self.channel.send(pack(["ok", number, digest(frame), FOUND.get(method)]))
 
     def read(self) -> tuple[int, str]:
         """The next plan's step id, and its digest."""
@@ -118,29 +118,29 @@ class PlayedRank:
             self._end.send(b"x")
 
 
-class Play:
+class FakeLauncher:
     """A launcher of played ranks."""
 
-    name = "play"
+    name = "fake"
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.no_restart = ""
-        self.groups: list[list[PlayedRank]] = []
+        self.supports_restart, self.restart_hint = True, ""
+        self.groups: list[list[FakeRank]] = []
         self.configs: list[EngineConfig] = []
         self.policies: list[int] = []  # The scheduling policy that processes would inherit.
         self.released = self.closed = 0
         self.broken: Exception | None = None
 
     @property
-    def ranks(self) -> list[PlayedRank]:
+    def ranks(self) -> list[FakeRank]:
         return self.groups[-1]
 
     def start(self, config: EngineConfig, model: object, timeout: float) -> list[StartedRank]:
         self.policies.append(os.sched_getscheduler(0))
         if self.broken is not None:
             raise self.broken
-        self.groups.append([PlayedRank(rank) for rank in range(self.size)])
+        self.groups.append([FakeRank(rank) for rank in range(self.size)])
         self.configs.append(config)
         for rank in self.ranks:
             threading.Thread(target=rank.start_up, daemon=True).start()
@@ -154,16 +154,16 @@ class Play:
 
 
 @pytest.fixture
-def begin() -> Iterator[Callable[..., tuple[Supervisor, Play]]]:
+def begin() -> Iterator[Callable[..., tuple[Supervisor, FakeLauncher]]]:
     """Starts a supervisor over played ranks, and closes it after the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(size: int = 2, **settings: Any) -> tuple[Supervisor, Play]:
-            play = Play(size)
-            supervisor = Supervisor(play, EngineConfig(tensor_parallel_size=size, **settings), MODEL)
+        def start(size: int = 2, **settings: Any) -> tuple[Supervisor, FakeLauncher]:
+            launcher = FakeLauncher(size)
+            supervisor = Supervisor(launcher, EngineConfig(tensor_parallel_size=size, **settings), MODEL)
             supervisor.start()
-            stack.callback(close, supervisor, play)
-            return supervisor, play
+            stack.callback(close, supervisor, launcher)
+            return supervisor, launcher
 
         yield start
 
@@ -177,8 +177,8 @@ def bell() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def close(supervisor: Supervisor, play: Play) -> None:
-    for ranks in play.groups:
+def close(supervisor: Supervisor, launcher: FakeLauncher) -> None:
+    for ranks in launcher.groups:
         for rank in ranks:
             rank.die(0)
     supervisor.close()
@@ -193,13 +193,13 @@ def plan(step: int, tokens: int = 1) -> StepPlan:
 
 
 def test_two_plans_are_answered_in_order_and_a_third_is_refused(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     assert MAX_OUTSTANDING == 2
     for step in (1, 2):
         supervisor.submit(plan(step))
     with pytest.raises(EngineError, match="2 plans are outstanding"):
         supervisor.submit(plan(3))
-    first, second = play.ranks
+    first, second = launcher.ranks
     steps = [second.read(), second.read()]
     for step in steps:
         second.answer(step)  # rank 1 is done with both before rank 0 begins
@@ -215,10 +215,10 @@ def test_two_plans_are_answered_in_order_and_a_third_is_refused(begin):
 
 @pytest.mark.parametrize("what", ["number", "digest"])
 def test_the_guard_holds_for_both_plans(begin, what: str):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
     supervisor.submit(plan(2))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         one, two = rank.read(), rank.read()
         rank.answer(one)
         wrong = (one[0], two[1]) if what == "number" else (two[0], one[1])
@@ -230,9 +230,9 @@ def test_the_guard_holds_for_both_plans(begin, what: str):
 
 
 def test_an_answer_nobody_asked_for_is_a_divergence(begin, bell):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         step = rank.read()
         rank.answer(step)
         if rank.rank == 1:
@@ -244,10 +244,10 @@ def test_an_answer_nobody_asked_for_is_a_divergence(begin, bell):
 
 
 def test_a_failure_of_the_first_plan_is_named_by_its_step_though_the_second_was_sent(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
     supervisor.submit(plan(2))
-    first, second = play.ranks
+    first, second = launcher.ranks
     second.fail(second.read())
     second.answer(second.read())  # it went on; nobody believes it any more
     first.fail(first.read(), kind="CollectiveError")  # a consequence, not the cause
@@ -257,15 +257,15 @@ def test_a_failure_of_the_first_plan_is_named_by_its_step_though_the_second_was_
     assert "in step 1" in str(caught.value) and "Traceback of it" in str(caught.value)
     with pytest.raises(RankRaisedError):
         supervisor.submit(plan(3))
-    assert all(rank.code is not None for rank in play.ranks)  # the group has ended
-    assert play.released and not play.closed
+    assert all(rank.code is not None for rank in launcher.ranks)  # the group has ended
+    assert launcher.released and not launcher.closed
 
 
 def test_a_death_after_its_answer_leaves_that_answer_good(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
     supervisor.submit(plan(2))
-    first, second = play.ranks
+    first, second = launcher.ranks
     second.answer(second.read())
     second.die(-9)
     first.answer(first.read())
@@ -276,20 +276,20 @@ def test_a_death_after_its_answer_leaves_that_answer_good(begin):
 
 
 def test_a_plan_that_cannot_be_sent_names_the_step_that_failed(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
-    play.ranks[1].die(-11)
+    launcher.ranks[1].die(-11)
     with pytest.raises(RankDiedError) as caught:
         supervisor.submit(plan(2))
     assert (caught.value.rank, caught.value.returncode, caught.value.stage) == (1, -11, "step 1")
 
 
 def test_the_deadline_of_a_plan_begins_when_the_one_before_is_answered(begin):
-    supervisor, play = begin(step_timeout=0.6)
+    supervisor, launcher = begin(step_timeout=0.6)
     supervisor.submit(plan(1))
     supervisor.submit(plan(2))
-    steps = [(rank.read(), rank.read()) for rank in play.ranks]
-    timer = threading.Timer(0.4, lambda: [rank.answer(own[0]) for rank, own in zip(play.ranks, steps, strict=True)])
+    steps = [(rank.read(), rank.read()) for rank in launcher.ranks]
+    timer = threading.Timer(0.4, lambda: [rank.answer(own[0]) for rank, own in zip(launcher.ranks, steps, strict=True)])
     timer.start()
     assert supervisor.collect().step_id == 1
     begun = time.monotonic()
@@ -300,7 +300,7 @@ def test_the_deadline_of_a_plan_begins_when_the_one_before_is_answered(begin):
 
 
 def test_the_driver_gives_way_only_while_it_waits_and_restarted_ranks_do_not_inherit_that(begin, monkeypatch):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     waited: list[int] = []
     gather = WorkerGroup.gather
 
@@ -310,38 +310,38 @@ def test_the_driver_gives_way_only_while_it_waits_and_restarted_ranks_do_not_inh
 
     monkeypatch.setattr(WorkerGroup, "gather", watched)
     supervisor.submit(plan(1))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         rank.answer(rank.read())
     supervisor.collect()
     assert waited == [os.SCHED_BATCH] and os.sched_getscheduler(0) == os.SCHED_OTHER
     supervisor.submit(plan(2))
-    play.ranks[1].die(-9)
+    launcher.ranks[1].die(-9)
     with pytest.raises(RankDiedError):
         supervisor.collect()
     supervisor.restart()
-    assert play.policies == [os.SCHED_OTHER] * 2
+    assert launcher.policies == [os.SCHED_OTHER] * 2
 
 
 def test_answers_that_are_there_count_though_the_driver_looks_late(begin):
-    supervisor, play = begin(step_timeout=0.1)
+    supervisor, launcher = begin(step_timeout=0.1)
     supervisor.submit(plan(1))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         rank.answer(rank.read())
     with pytest.raises(TimeoutError):
-        play.ranks[0].channel.recv(timeout=0.3)  # the driver does something else for longer than the deadline
+        launcher.ranks[0].channel.recv(timeout=0.3)  # the driver does something else for longer than the deadline
     assert supervisor.collect().step_id == 1
 
 
 def test_a_long_plan_waits_until_no_rank_is_blocked_in_a_long_answer(begin):
     """Both are larger than any socket's buffer: sent at the same time, neither side would ever read."""
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     long = 4_000_000
 
-    def live(rank: PlayedRank) -> None:
+    def live(rank: FakeRank) -> None:
         rank.answer(rank.read(), size=long)
         rank.answer(rank.read())
 
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in play.ranks]
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in launcher.ranks]
     for thread in threads:
         thread.start()
     begun = time.monotonic()
@@ -359,11 +359,11 @@ def test_a_long_plan_waits_until_no_rank_is_blocked_in_a_long_answer(begin):
 
 
 def test_what_was_read_early_is_lost_with_its_group(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     supervisor.submit(plan(1))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         rank.answer(rank.read())
-    play.ranks[1].die(3)
+    launcher.ranks[1].die(3)
     with pytest.raises(RankDiedError, match="step 2"):
         supervisor.submit(plan(2, tokens=LONG_FRAME_BYTES))
     with pytest.raises(RankDiedError):
@@ -388,8 +388,8 @@ def test_wait_sleeps_until_it_is_woken_or_its_time_is_over(begin, bell):
 
 
 def test_a_death_while_idle_ends_the_wait(begin, bell):
-    supervisor, play = begin()
-    threading.Timer(0.1, play.ranks[1].die, (-9,)).start()
+    supervisor, launcher = begin()
+    threading.Timer(0.1, launcher.ranks[1].die, (-9,)).start()
     begun = time.monotonic()
     with pytest.raises(RankDiedError, match="rank 1 on here failed: killed by signal 9") as caught:
         supervisor.wait(bell[0])
@@ -403,10 +403,10 @@ def test_a_death_while_idle_ends_the_wait(begin, bell):
 
 
 def test_a_restart_forgets_what_was_under_way(begin):
-    supervisor, play = begin()
+    supervisor, launcher = begin()
     for step in (1, 2):
         supervisor.submit(plan(step))
-    old = play.ranks
+    old = launcher.ranks
     for rank in old:
         rank.answer(rank.read())
     old[0].die(3)
@@ -414,37 +414,37 @@ def test_a_restart_forgets_what_was_under_way(begin):
         supervisor.collect()
         supervisor.collect()
     assert supervisor.restart() == FOUND["kv_cache_size"]
-    assert play.ranks is not old and supervisor.rank_pids == [1000, 1001]
+    assert launcher.ranks is not old and supervisor.rank_pids == [1000, 1001]
     for step in (3, 4):
         supervisor.submit(plan(step))
-    for rank in play.ranks:
+    for rank in launcher.ranks:
         for step in (3, 4):
             assert rank.read()[0] == step  # nothing older came
-    assert play.closed == 0
+    assert launcher.closed == 0
 
 
 def test_an_injected_fault_has_happened_once(begin):
-    supervisor, play = begin(fault="rank=1,step=1,kind=exit")
-    play.ranks[1].die(3)
+    supervisor, launcher = begin(fault="rank=1,step=1,kind=exit")
+    launcher.ranks[1].die(3)
     with pytest.raises(RankDiedError):
         supervisor.submit(plan(1))
         supervisor.collect()
     supervisor.restart()
-    assert [config.fault for config in play.configs] == ["rank=1,step=1,kind=exit", ""]
-    assert play.configs[0].run_dir != play.configs[1].run_dir
+    assert [config.fault for config in launcher.configs] == ["rank=1,step=1,kind=exit", ""]
+    assert launcher.configs[0].run_dir != launcher.configs[1].run_dir
 
 
 def test_a_restart_that_fails_may_be_tried_again(begin, bell):
-    supervisor, play = begin()
-    play.ranks[0].die(1)
+    supervisor, launcher = begin()
+    launcher.ranks[0].die(1)
     with pytest.raises(RankDiedError):
         supervisor.wait(bell[0])
-    play.broken = EngineError("no room")
+    launcher.broken = EngineError("no room")
     with pytest.raises(EngineError, match="no room"):
         supervisor.restart()
     with pytest.raises(EngineError, match="no room"):
         supervisor.submit(plan(1))
-    play.broken = None
+    launcher.broken = None
     assert supervisor.restart() == FOUND["kv_cache_size"]
     supervisor.submit(plan(1))
 
@@ -452,25 +452,26 @@ def test_a_restart_that_fails_may_be_tried_again(begin, bell):
 def test_a_restart_the_launcher_cannot_do_keeps_the_cause_and_its_exit_code(begin, bell):
     from launch.torchrun_launcher import TorchrunLauncher
 
-    supervisor, play = begin()
-    play.no_restart = TorchrunLauncher.no_restart
-    play.ranks[1].die(-9)
+    supervisor, launcher = begin()
+    launcher.supports_restart = False
+    launcher.restart_hint = TorchrunLauncher.restart_hint
+    launcher.ranks[1].die(-9)
     with pytest.raises(RankDiedError):
         supervisor.wait(bell[0])
     with pytest.raises(EngineError, match="--max-restarts N") as caught:
         supervisor.restart()
     assert "rank 1 on here failed: killed by signal 9 (SIGKILL)" in str(caught.value)
     assert caught.value.exit_code == 137
-    assert len(play.groups) == 1
+    assert len(launcher.groups) == 1
 
 
 def test_after_close_there_is_no_restart(begin):
-    supervisor, play = begin()
-    for rank in play.ranks:
+    supervisor, launcher = begin()
+    for rank in launcher.ranks:
         rank.die(0)
     supervisor.close()
     supervisor.close()
-    assert play.closed == 1
+    assert launcher.closed == 1
     for forbidden in (supervisor.restart, supervisor.collect, lambda: supervisor.submit(plan(1))):
         with pytest.raises(EngineClosedError):
             forbidden()

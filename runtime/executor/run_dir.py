@@ -18,12 +18,12 @@ PREFIX = "lockstep-"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def make_run_folder() -> str:
+def make_run_dir() -> str:
     """A new private folder for one start; folders of ours whose driver is dead are removed first."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         pid = path.name.split("-")[1]
         if pid.isdecimal() and not os.path.exists(f"/proc/{pid}") and path.stat().st_uid == os.getuid():
-            remove_traces(str(path))
+            cleanup_run_dir(str(path))
     return tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
 
 
@@ -32,7 +32,7 @@ def run_id(folder: str) -> str:
     return os.path.basename(folder)
 
 
-def remove_traces(folder: str) -> None:
+def cleanup_run_dir(folder: str) -> None:
     """Remove the folder and every shared-memory name of its start. Nothing happens for "" or a second time."""
     if not folder:
         return

@@ -31,7 +31,15 @@ class CheckpointError(InputError):
 
 
 class RequestError(InputError):
-    """One request is invalid (too long, token out of range, contradicting parameters); others are unaffected."""
+    """One request is invalid (too long, token out of range, contradicting parameters); others are unaffected.
+
+    Attributes:
+        param: the request field that is wrong, None where no single field can be named.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        self.param = param
+        super().__init__(message)
 
 
 class QueueFullError(LockstepError):

@@ -187,6 +187,24 @@ def test_parameters_survive_msgpack(params: SamplingParams) -> None:
     assert SamplingParams.from_dict(msgpack.unpackb(msgpack.packb(params.to_dict()), raw=False)) == params
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"top_p": 0}, "top_p"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids"),
+        ({"logit_bias": {5: 101}}, "logit_bias"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+    ],
+)
+def test_request_error_names_the_wrong_param(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**fields)
+    assert caught.value.param == param
+
+
 def test_only_what_was_changed_travels() -> None:
     assert SamplingParams().to_dict() == {}
     assert SamplingParams(top_k=3).to_dict() == {"top_k": 3}

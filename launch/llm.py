@@ -408,7 +408,7 @@ def find_device(asked: str) -> str:
     """
     spec = importlib.util.find_spec("torch")
     library = Path(spec.origin).parent / "lib" / "libtorch_cuda.so" if spec and spec.origin else None
-    has_device = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    has_device = os.path.exists("/dev/nvidiactl") and read_environment().cuda_visible_devices != ""
     usable = has_device and library is not None and library.exists()
     if asked == "cuda" and not usable:
         reason = "torch was built without CUDA" if has_device else "this host has no NVIDIA device that is visible"

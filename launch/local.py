@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+from launch.environment import rank_environment
 from launch.rank_spec import RankSpec, host_identity, make_rank_specs
 from runtime.common.channel import Channel, channel_pair, wait_readable
 from runtime.common.config import EngineConfig
@@ -76,12 +77,14 @@ def spawn_rank(spec: RankSpec) -> tuple[RankProcess, Channel]:
     if threading.current_thread() is threading.main_thread():
         # The kernel ties this to the parent *thread*: from any other thread it would end ranks that are still wanted.
         command += ["--parent", str(os.getpid())]
-    environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with theirs:
         # Standard output belongs to the driver (JSON lines); whatever a library of a rank prints goes to stderr.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], env=environment
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
+            env=rank_environment(SOURCE_ROOT),
         )
     channel.send(spec.pack())
     return RankProcess(spec.rank, process), channel

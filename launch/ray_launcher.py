@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from launch.accept import accept_ranks
+from launch.environment import prepare_ray
 from launch.rank_spec import host_identity, make_rank_specs
 from launch.ray_actor import RankActor
 from runtime.common.channel import ChannelListener
@@ -112,8 +113,7 @@ def connect_to_ray(config: EngineConfig) -> bool:
     Raises:
         ConfigError: Ray is not installed.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Else everything an embedded cluster starts runs at nice 15.
+    prepare_ray()
     try:
         import ray
     except ImportError:

@@ -15,6 +15,7 @@ from collections.abc import Generator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from launch.environment import disable_torchrun_store, prepare_torchrun
 from runtime.common.errors import shell_code
 from runtime.executor.run_dir import PREFIX
 
@@ -40,14 +41,14 @@ def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     arguments.module, arguments.training_script = True, "launch.spmd"
     arguments.training_script_args = list(command)
     arguments.no_python = arguments.run_path = False
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Only for the agents, and so that torchrun does not warn of it.
+    prepare_torchrun()
     config, program, program_arguments = config_from_args(arguments)
     config.signals_to_handle = "SIGHUP,SIGQUIT"  # The others are handled here, and these as torchrun does.
     with contextlib.ExitStack() as stack:
         if config.max_nodes == 1 and not arguments.rdzv_endpoint:
             # A rendezvous over a file: torchrun's default opens a TCP store on every interface, at a fixed port.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-launch-"))
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            disable_torchrun_store()
             config.rdzv_backend, config.rdzv_endpoint = "c10d", os.path.join(folder, "rendezvous")
             config.rdzv_configs = {"store_type": "file"}
             config.run_id = os.path.basename(folder)

@@ -68,7 +68,7 @@ def examine() -> list[Finding]:
         look_at_memory,
         look_at_shared_memory,
         look_at_compilers,
-        look_at_ray,
+        lambda: look_at_ray(environment),
         lambda: look_at_cache(environment),
         lambda: look_at_demo_model(environment),
     ]
@@ -172,7 +172,7 @@ def look_at_compilers() -> Iterator[Finding]:
         yield Finding("torch.compile", OK, "C++ compiler and Python headers are there")
 
 
-def look_at_ray() -> Iterator[Finding]:
+def look_at_ray(environment: Environment) -> Iterator[Finding]:
     """Whether Ray can be imported and whether a cluster runs on this host."""
     version = _version("ray")
     if version is None:
@@ -180,7 +180,7 @@ def look_at_ray() -> Iterator[Finding]:
         yield Finding("ray", WARN, "not installed", advice)
         return
     found = [process.pid for process in psutil.process_iter(["name"]) if process.info["name"] == "gcs_server"]
-    if address := os.environ.get("RAY_ADDRESS", ""):
+    if address := environment.ray_address:
         where = f"RAY_ADDRESS is {address}"
     elif found:
         where = f"a cluster's head runs here (pid {', '.join(map(str, found))}) and will be used"

@@ -1,4 +1,4 @@
-"""Environment variables: defaults, values that are refused, and how torchrun is recognised."""
+"""Environment variables: defaults, refused values, torchrun's variables, and what children and libraries receive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.environment import Environment, TorchrunRanks, read_environment, torchrun_ranks
+from launch.environment import (
+    Environment,
+    TorchrunRanks,
+    disable_torchrun_store,
+    prepare_rank,
+    prepare_ray,
+    prepare_torchrun,
+    rank_environment,
+    read_environment,
+    torchrun_ranks,
+)
 from runtime.common.errors import ConfigError
 
 TORCHRUN = {
@@ -23,13 +33,17 @@ def test_defaults() -> None:
     assert read_environment({}) == Environment(Path.home() / ".cache" / "lockstep", "INFO", "")
 
 
-def test_our_variables(tmp_path: Path) -> None:
+def test_every_variable(tmp_path: Path) -> None:
     variables = {
         "LOCKSTEP_CACHE_DIR": f"{tmp_path}/a/../b",
         "LOCKSTEP_LOG_LEVEL": "debug",
         "LOCKSTEP_FAULT": "rank=1,kind=raise",
+        "LOCKSTEP_API_KEY": "secret",
+        "RAY_ADDRESS": "10.0.0.1:6379",
+        "CUDA_VISIBLE_DEVICES": "",
     }
-    assert read_environment(variables) == Environment(tmp_path / "b", "DEBUG", "rank=1,kind=raise")
+    expected = Environment(tmp_path / "b", "DEBUG", "rank=1,kind=raise", "secret", "10.0.0.1:6379", "")
+    assert read_environment(variables) == expected
 
 
 def test_a_relative_cache_folder_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,3 +77,29 @@ def test_what_torchelastic_adds() -> None:
 def test_wrong_numbers_are_refused(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         torchrun_ranks(TORCHRUN | {name: value})
+
+
+@pytest.mark.parametrize(("inherited", "expected"), [({}, "/source"), ({"PYTHONPATH": "/own"}, "/source:/own")])
+def test_a_rank_finds_the_source_before_the_users_own_path(inherited: dict[str, str], expected: str) -> None:
+    assert rank_environment(Path("/source"), {"HOME": "/h", **inherited}) == {"HOME": "/h", "PYTHONPATH": expected}
+
+
+def test_only_a_cpu_rank_hides_the_devices() -> None:
+    for device, visible in (("cpu", ""), ("cuda", "1")):
+        variables = {"CUDA_VISIBLE_DEVICES": "1", "OMP_NUM_THREADS": "64"}
+        prepare_rank(threads=3, device=device, variables=variables)
+        assert variables == {"CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "3", "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+def test_a_users_settings_of_libraries_stay() -> None:
+    own = {"RAY_USAGE_STATS_ENABLED": "1", "RAY_worker_niceness": "5", "OMP_NUM_THREADS": "8"}
+    variables = dict(own)
+    prepare_ray(variables)
+    prepare_torchrun(variables)
+    assert variables == own
+    variables.clear()
+    prepare_ray(variables)
+    prepare_torchrun(variables)
+    disable_torchrun_store(variables)
+    defaults = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "OMP_NUM_THREADS": "1"}
+    assert variables == {**defaults, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

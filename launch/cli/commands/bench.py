@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from launch.cli.args import (
     whole_numbers,
 )
 from launch.cli.output import write_json, write_line
+from launch.environment import read_environment
 
 HELP = """usage: lockstep bench {latency,throughput,serve,startup,collectives,ops} ...
 
@@ -182,7 +182,7 @@ def _serve(argv: Sequence[str]) -> tuple[Run, bool]:
             settings.engine,
             load,
             base_url=(arguments.base_url or "").rstrip("/"),
-            api_key=arguments.api_key or os.environ.get("LOCKSTEP_API_KEY", ""),
+            api_key=arguments.api_key or read_environment().api_key or "",
             plot=arguments.plot or "",
         )
 

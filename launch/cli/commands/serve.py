@@ -12,7 +12,6 @@ import contextlib
 import errno
 import importlib.util
 import json
-import os
 import resource
 import shlex
 import socket
@@ -21,13 +20,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from launch.cli.args import Parser, Settings, add_engine_flags, add_model, read_settings, whole_number
+from launch.environment import API_KEY_VARIABLE, read_environment
 from runtime.common.errors import ConfigError, InputError
 from runtime.server.serving import ServerOptions
 
 if TYPE_CHECKING:
     from launch.llm import AsyncLLM
 
-API_KEY_VARIABLE = "LOCKSTEP_API_KEY"
 DEFAULTS = ServerOptions()
 LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
 
@@ -177,7 +176,7 @@ def _owner(port: int) -> str:
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
     """The key from the flag or the environment. Raises :class:`InputError` if no client could send it."""
-    key = arguments.api_key if arguments.api_key is not None else os.environ.get(API_KEY_VARIABLE)
+    key = arguments.api_key if arguments.api_key is not None else read_environment().api_key
     if key is None:
         return None
     if not key or not key.isascii() or not key.isprintable() or " " in key:

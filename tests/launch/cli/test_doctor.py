@@ -79,7 +79,7 @@ def test_a_missing_library_is_a_problem(versions: dict[str, str | None]) -> None
 
 def test_without_ray_there_are_local_processes(versions: dict[str, str | None]) -> None:
     versions["ray"] = None
-    finding = only(doctor.look_at_ray(), "ray")
+    finding = only(doctor.look_at_ray(Environment(Path(), "INFO", "")), "ray")
     assert finding.status == WARN
     assert "--distributed-executor-backend local" in finding.advice
 

@@ -15,6 +15,7 @@ from typing_extensions import override
 from parallel.parameter import ParallelModule
 from workers.kv_cache import KVCacheSpec
 from workers.models.registry import build_model
+from workers.quantization.registry import get_quant_config
 from workers.runner import ModelRunner
 from workers.weights import HasBuffers, LoadReport
 
@@ -75,7 +76,8 @@ class RandomRunner(ModelRunner):
     @override
     def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
         """Build the replica and fill it with noise that keeps activations near one."""
-        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype)
+        quant_config = get_quant_config(None, self.device)
+        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype, quant_config=quant_config)
         self.model.to_empty(device=self.device)
         generator = torch.Generator(self.device).manual_seed(0)
         with torch.no_grad():

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from parallel.cpu_linear import linear
 from parallel.group import TensorParallelGroup, get_group
 from parallel.library import device_keys, register_op
+from parallel.linear import LinearCut, QuantConfig, UnquantizedLinearMethod, choose_method
 from parallel.parameter import ParallelModule, ParameterLoader, Piece
 from parallel.shard import BLOCK, Shard, split
 
@@ -40,8 +40,6 @@ class _VocabParallel(ParallelModule):
         vocab_shard: the token ids of this rank.
     """
 
-    weight: torch.Tensor
-
     def __init__(
         self,
         num_embeddings: int,
@@ -55,15 +53,26 @@ class _VocabParallel(ParallelModule):
         self.group = group
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.vocab_shard = split_vocab(num_embeddings, group.size)[group.rank]
-        self.rows = (Piece(None, num_embeddings, self.vocab_shard),)
-        columns = (Shard(0, embedding_dim), embedding_dim)
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.add_parameter("weight", ParameterLoader(self, "weight", self.rows, columns=columns), dtype)
+        rows = (Piece(None, num_embeddings, self.vocab_shard),)
+        self.cut = LinearCut(rows, Shard(0, embedding_dim), embedding_dim)
 
 
 class VocabParallelEmbedding(_VocabParallel):
-    """Token embedding. Every rank looks up the ids it holds, leaves zeros for the others, and the ranks add up."""
+    """Token embedding. Every rank looks up the ids it holds, with zeros for the others; an all-reduce adds them up."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: TensorParallelGroup,
+        prefix: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
+        UnquantizedLinearMethod().create_parameters(self, self.cut, self.dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids ``[T]`` (int32 or int64) to ``[T, embedding_dim]``, on every rank."""
@@ -78,6 +87,7 @@ class ParallelLMHead(_VocabParallel):
 
     Args:
         bias: whether there is one, cut like the weight.
+        quant_config: chooses the method, as for layer kind "lm_head"; None: unquantized.
 
     The others: see the embedding's.
     """
@@ -91,14 +101,16 @@ class ParallelLMHead(_VocabParallel):
         *,
         group: TensorParallelGroup,
         bias: bool = False,
+        quant_config: QuantConfig | None = None,
         prefix: str = "",
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
         self._embedding: tuple[VocabParallelEmbedding, ...] = ()
+        self.method = choose_method(quant_config, "lm_head", prefix)
+        self.method.create_parameters(self, self.cut, self.dtype)
         if bias:
-            dtype = torch.get_default_dtype() if dtype is None else dtype
-            self.add_parameter("bias", ParameterLoader(self, "bias", self.rows), dtype)
+            self.add_parameter("bias", ParameterLoader(self, "bias", self.cut.rows), self.dtype)
         else:
             self.register_parameter("bias", None)
 
@@ -108,11 +120,13 @@ class ParallelLMHead(_VocabParallel):
         The weight is looked up at every use, because materialising the model replaces it.
 
         Raises:
-            ValueError: the embedding is of another shape.
+            ValueError: the embedding is of another shape, or the head's method stores no plain weight.
         """
         mine, theirs = (self.num_embeddings, self.embedding_dim), (embedding.num_embeddings, embedding.embedding_dim)
         if mine != theirs:
             raise ValueError(f"{self.prefix or 'the LM head'} {mine} cannot share the weight of an embedding {theirs}")
+        if "weight" not in self._parameters:
+            raise ValueError(f"{self.prefix or 'the LM head'} stores no plain weight that could be the embedding's")
         del self.weight
         # In a tuple, so that the embedding does not become a submodule here and its weight a parameter with two names.
         self._embedding = (embedding,)
@@ -122,7 +136,11 @@ class ParallelLMHead(_VocabParallel):
 
         Not rounded to a narrower dtype, in which the best tokens often tie.
         """
-        return linear(hidden, self.weight, self.bias, wide=True)
+        return self.method.apply(self, hidden, self.bias, out_dtype=torch.float32)
+
+    @override
+    def process_after_loading(self) -> None:
+        self.method.process_after_loading(self)
 
     @override
     def __getattr__(self, name: str) -> Any:

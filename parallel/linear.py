@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from parallel.cpu_linear import linear
 from parallel.group import TensorParallelGroup
 from parallel.parameter import ParallelModule, ParameterLoader, Piece, ShapeError, TensorSource
 from parallel.shard import BLOCK, HeadShard, Shard, ShardError, split, split_heads
@@ -62,55 +61,81 @@ class LinearCut:
 
 
 class LinearMethod(ABC):
-    """How a layer stores its weight and multiplies by it. One object serves one layer."""
+    """How a layer stores its weight and multiplies by it. Implementations are in ``workers/quantization/``."""
 
     @abstractmethod
-    def create_parameters(self, layer: LinearBase, cut: LinearCut, dtype: torch.dtype) -> None:
+    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
         """Add the layer's parameters (all but the bias), each with its loader, on the ambient device."""
 
     @abstractmethod
     def apply(
-        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+        self,
+        layer: ParallelModule,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """This rank's product: x ``[T, columns.size]`` to ``[T, local_rows]``, plus ``bias [local_rows]`` if given.
 
-        In x's dtype; with ``wide`` in fp32, not rounded to it: what a partial sum has to be (see
-        :class:`RowParallelLinear`).
+        Args:
+            layer: holds the parameters.
+            x: the input.
+            bias: added if given.
+            out_dtype: None for x's dtype, or ``torch.float32`` for the fp32 sums without a final rounding, which
+                partial sums and logits need.
         """
 
     @abstractmethod
-    def process_after_loading(self, layer: LinearBase) -> None:
+    def process_after_loading(self, layer: ParallelModule) -> None:
         """Called once when every parameter is filled: the place to rearrange them."""
 
 
 class QuantConfig(Protocol):
-    """Chooses the method of each layer of a quantized model."""
+    """Chooses the linear method of each layer of a model."""
 
     def get_linear_method(self, layer_kind: str, prefix: str) -> LinearMethod | None:
-        """The method of the layer named ``prefix``, or None if it is not quantized.
+        """The method of the layer named ``prefix``; None for :class:`UnquantizedLinearMethod`.
 
-        ``layer_kind`` is "column", "merged", "qkv" or "row".
+        ``layer_kind`` is "column", "merged", "qkv", "row" or "lm_head".
         """
         ...
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """A plain weight ``[local_rows, columns.size]`` in the layer's dtype."""
+    """A plain weight ``[local_rows, columns.size]`` in the layer's dtype, multiplied by torch."""
 
     @override
-    def create_parameters(self, layer: LinearBase, cut: LinearCut, dtype: torch.dtype) -> None:
+    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
         loader = ParameterLoader(layer, "weight", cut.rows, columns=(cut.columns, cut.input_size))
         layer.add_parameter("weight", loader, dtype)
 
     @override
     def apply(
-        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+        self,
+        layer: ParallelModule,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return linear(x, layer.weight, bias, wide=wide)
+        weight = layer.weight
+        if out_dtype is None or out_dtype == x.dtype:
+            return F.linear(x, weight, bias)
+        if x.is_cpu:  # torch.mm takes out_dtype on CUDA only.
+            return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
+        product = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=out_dtype).unflatten(0, x.shape[:-1])
+        return product if bias is None else product + bias
 
     @override
-    def process_after_loading(self, layer: LinearBase) -> None:
+    def process_after_loading(self, layer: ParallelModule) -> None:
         pass
+
+
+def choose_method(quant_config: QuantConfig | None, layer_kind: str, prefix: str) -> LinearMethod:
+    """The method of a layer: what ``quant_config`` chooses, else :class:`UnquantizedLinearMethod`."""
+    method = None if quant_config is None else quant_config.get_linear_method(layer_kind, prefix)
+    return UnquantizedLinearMethod() if method is None else method
 
 
 class LinearBase(ParallelModule):
@@ -128,7 +153,6 @@ class LinearBase(ParallelModule):
         zero_bias: keep a bias of zeros, because another rank adds it.
     """
 
-    weight: torch.Tensor
     bias: torch.Tensor | None
 
     def __init__(
@@ -149,8 +173,7 @@ class LinearBase(ParallelModule):
         self.tp_rank, self.tp_size = _place(group, disable_tp)
         self.cut = cut
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        method = None if quant_config is None else quant_config.get_linear_method(kind, prefix)
-        self.method = UnquantizedLinearMethod() if method is None else method
+        self.method = choose_method(quant_config, kind, prefix)
         self.method.create_parameters(self, cut, dtype)
         if bias:
             self.add_parameter("bias", ParameterLoader(self, "bias", cut.rows, zero=zero_bias), dtype)
@@ -346,7 +369,7 @@ class RowParallelLinear(LinearBase):
         """x ``[T, local columns]`` to ``[T, output_size]``: the sum over ranks, or this rank's part of it."""
         if self.tp_size == 1 or not self.reduce_results:
             return self.method.apply(self, x, self.bias), None
-        y = self.group.all_reduce(self.method.apply(self, x, None, wide=True))
+        y = self.group.all_reduce(self.method.apply(self, x, None, out_dtype=torch.float32))
         return (y if self.bias is None else y + self.bias).to(x.dtype), None
 
 

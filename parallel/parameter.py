@@ -160,7 +160,12 @@ class ParallelModule(nn.Module):
 
     Args:
         prefix: the layer's full name in the model, for messages.
+
+    Attributes:
+        weight: where the module has a plain weight.
     """
+
+    weight: torch.Tensor
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__()

@@ -33,6 +33,7 @@ from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
+from workers.quantization.registry import get_quant_config
 from workers.sampling.logprobs import PromptScorer, PromptSpan, is_finite
 from workers.sampling.sampler import Sampler
 from workers.weights import LoadReport, load_weights
@@ -88,7 +89,8 @@ class ModelRunner:
             CheckpointError: missing, unexpected or misshaped tensors.
         """
         checkpoint = inspect_checkpoint(self.config.model)
-        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype)
+        quant_config = get_quant_config(self.config.quantization, self.device)
+        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype, quant_config=quant_config)
         report = load_weights(self.model, checkpoint, device=self.device, progress=progress)
         self.kv_spec = KVCacheSpec.from_model(self.model, self.config.block_size)
         return report

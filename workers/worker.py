@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from parallel import cpu_linear
 from parallel.collectives import shared_memory
 from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
 from parallel.native.build import build_ahead
@@ -35,6 +34,7 @@ from workers.attention import cpu_paged as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
 from workers.kernels import elementwise as native_ops
+from workers.quantization import cpu_linear
 from workers.runner import ModelRunner
 from workers.sampling import native_sampling
 

@@ -1,6 +1,6 @@
 """Loads our CPU kernels: C libraries that share one pool of threads, and the codes by which they know dtypes.
 
-What a kernel computes is its own module's matter (``parallel/cpu_linear.py``, ``workers/attention/cpu_paged.py``).
+What a kernel computes is documented in the module that calls it (``workers/quantization/cpu_linear.py``, ...).
 """
 
 from __future__ import annotations

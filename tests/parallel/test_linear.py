@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from parallel.group import single_rank_group
 from parallel.linear import (
     ColumnParallelLinear,
-    LinearBase,
     LinearCut,
     LinearMethod,
     MergedColumnParallelLinear,
@@ -17,6 +16,7 @@ from parallel.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from parallel.parameter import ParallelModule
 from parallel.shard import Shard, ShardError
 from tests.parallel.sources import Recorded, random
 from tests.parallel.unconnected import unconnected_group
@@ -89,16 +89,21 @@ def test_row_shards_that_do_not_cover_the_input_are_refused(shards: tuple[Shard,
 class _Doubled(LinearMethod):
     """A method that keeps its weight elsewhere, as quantization does."""
 
-    def create_parameters(self, layer: LinearBase, cut: LinearCut, dtype: torch.dtype) -> None:
+    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
         UnquantizedLinearMethod().create_parameters(layer, cut, dtype)
 
     def apply(
-        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+        self,
+        layer: ParallelModule,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         return F.linear(x, layer.doubled, bias)
 
-    def process_after_loading(self, layer: LinearBase) -> None:
-        layer.doubled = 2 * layer.weight.data
+    def process_after_loading(self, layer: ParallelModule) -> None:
+        layer.doubled = layer.weight.data * 2
 
 
 class _Config:

@@ -21,8 +21,6 @@ class RMSNorm(ParallelModule):
         prefix: the layer's full name.
     """
 
-    weight: torch.Tensor
-
     def __init__(self, hidden_size: int, eps: float, *, dtype: torch.dtype, prefix: str = "") -> None:
         super().__init__(prefix)
         self.eps = eps

@@ -235,7 +235,14 @@ class DecoderForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = DecoderModel(config, group=group, dtype=dtype, quant_config=quant_config, prefix="model")
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, group=group, prefix="lm_head", dtype=dtype)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            group=group,
+            quant_config=quant_config,
+            prefix="lm_head",
+            dtype=dtype,
+        )
         if config.tie_word_embeddings:
             self.lm_head.tie(self.model.embed_tokens)
         self.ignored_weights = self.computed_weights + (("lm_head.weight",) if config.tie_word_embeddings else ())

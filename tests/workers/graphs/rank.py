@@ -29,6 +29,7 @@ from workers.graphs.modes import GraphMode
 from workers.graphs.sizes import CaptureSizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model
+from workers.quantization.registry import get_quant_config
 from workers.weights import load_weights
 
 BLOCK_SIZE = 4
@@ -88,7 +89,12 @@ class Rank:
         **settings: Any,
     ) -> None:
         config = load_model_config(folder)
-        self.model = build_model(config, group=group, dtype=getattr(torch, dtype))
+        self.model = build_model(
+            config,
+            group=group,
+            dtype=getattr(torch, dtype),
+            quant_config=get_quant_config(None, group.device),
+        )
         load_weights(self.model, inspect_checkpoint(folder), device=group.device)
         blocks = list(range(BLOCKS_PER_REQUEST * MAX_REQS))
         self.kv_caches = allocate_kv_cache(KVCacheSpec.from_model(self.model, BLOCK_SIZE), len(blocks), group.device)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup, single_rank_group
-from parallel.linear import LinearBase, LinearCut, UnquantizedLinearMethod
+from parallel.linear import UnquantizedLinearMethod
+from parallel.parameter import ParallelModule
 from tests.dist.ranks import run_ranks
 from workers.layers.activation import SiluAndMul
 from workers.layers.mlp import MLP
@@ -144,9 +145,14 @@ class HalvingMethod(UnquantizedLinearMethod):
     """Stands for a quantized linear: its input is twice the activation, which its product halves again."""
 
     def apply(
-        self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+        self,
+        layer: ParallelModule,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        return super().apply(layer, x / 2, bias, wide=wide)
+        return super().apply(layer, x / 2, bias, out_dtype=out_dtype)
 
 
 class FusingMethod(HalvingMethod):
@@ -160,9 +166,6 @@ class FusingMethod(HalvingMethod):
             return activation(x) * 2
 
         return fused if isinstance(activation, SiluAndMul) else None
-
-    def create_parameters(self, layer: LinearBase, cut: LinearCut, dtype: torch.dtype) -> None:
-        super().create_parameters(layer, cut, dtype)
 
 
 class OnlyDown:

@@ -19,6 +19,7 @@ from workers.attention.base import AttentionMetadata
 from workers.forward_context import ForwardContext, forward_context
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model
+from workers.quantization.registry import get_quant_config
 from workers.weights import load_weights
 
 Step = list[tuple[int, list[int]]]
@@ -42,7 +43,12 @@ class Replica:
         config = load_model_config(folder)
         self.group = group
         self.vocab = split_vocab(config.vocab_size, group.size)
-        self.model = build_model(config, group=group, dtype=getattr(torch, dtype or config.dtype))
+        self.model = build_model(
+            config,
+            group=group,
+            dtype=getattr(torch, dtype or config.dtype),
+            quant_config=get_quant_config(None, group.device),
+        )
         self.report = load_weights(self.model, inspect_checkpoint(folder), device=group.device)
         self.block_size = block_size
         self.kv_caches = allocate_kv_cache(KVCacheSpec.from_model(self.model, block_size), num_blocks, group.device)

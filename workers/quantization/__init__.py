@@ -1,0 +1,1 @@
+"""Linear methods: how a layer stores its weight and multiplies by it, per device and quantization scheme."""

@@ -138,7 +138,7 @@ def _ways(job: Job, runner: RandomRunner, report: Report) -> list[tuple[str, Any
     if not job.compile:
         return [("eager", runner.model, eager), ("FULL", runner.model, replace(eager, graph_mode="FULL"))]
     forward, compiled, settings = runner.compile()
-    report["compile"] = {"seconds": round(compiled.seconds, 1), "distinct_pieces": compiled.distinct_pieces}
+    report["compile"] = {"seconds": round(compiled.seconds, 1), "distinct_pieces": compiled.distinct_subgraphs}
     modes = ("NONE", "PIECEWISE", "FULL")
     return [("eager", runner.model, eager), *((m, forward, replace(settings, graph_mode=m)) for m in modes)]
 

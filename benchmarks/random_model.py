@@ -75,7 +75,7 @@ class RandomRunner(ModelRunner):
 
     @override
     def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
-        """Build the replica and fill it with noise that keeps activations near one."""
+        """Build the model and fill it with noise that keeps activations near one."""
         quant_config = get_quant_config(None, self.device)
         self.model = build_model(self.model_config, group=self.group, dtype=self.dtype, quant_config=quant_config)
         self.model.to_empty(device=self.device)

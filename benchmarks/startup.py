@@ -33,7 +33,7 @@ def bench_startup(model: str, engine: dict[str, Any]) -> dict[str, Any]:
         "largest_rank_bytes_read": most_read,
         "largest_rank_read_fraction": round(most_read / checkpoint_bytes, 4),
         "largest_rank_peak_bytes": max(weights["peak_rss"] for weights in report.weights),
-        "compiled_pieces": report.compiled_pieces,
-        "distinct_pieces": report.distinct_pieces,
+        "compiled_pieces": report.compiled_subgraphs,
+        "distinct_pieces": report.distinct_subgraphs,
         "cache_hits": report.cache_hits,
     }

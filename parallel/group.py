@@ -1,4 +1,4 @@
-"""The ranks of one model replica as a layer sees them: who am I, how many are we, and the exchanges between us.
+"""The ranks of one model as a layer sees them: who am I, how many are we, and the exchanges between us.
 
 ``all_reduce`` and ``all_gather`` go through opaque ops keyed by the group's *name*, so that a traced graph holds
 neither a rank nor a process group and is the same on every rank. The ops find the group in the registry below, which
@@ -59,7 +59,7 @@ class GroupSpec:
 
 
 class TensorParallelGroup:
-    """The ranks that hold one replica together.
+    """The ranks that hold one model together.
 
     Every rank makes the same calls in the same order, from one thread. With one rank nothing is exchanged.
 

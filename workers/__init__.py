@@ -1,1 +1,1 @@
-"""One rank's process: the model replica, its shard of the weights, its KV cache, and the steps it executes."""
+"""One rank's process: the model, its shard of the weights, its KV cache, and the steps it executes."""

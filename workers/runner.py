@@ -1,6 +1,6 @@
 """Runs steps: StepPlan -> static buffers -> forward pass -> sampler -> StepResult.
 
-The runner owns everything one rank holds between steps: the model replica, the KV cache, the buffers and the sampler.
+The runner owns everything one rank holds between steps: the model, the KV cache, the buffers and the sampler.
 It knows no channel and no verb (``worker.py``); how attention reads its metadata is ``forward_context.py``'s.
 """
 
@@ -83,7 +83,7 @@ class ModelRunner:
         self._last: tuple[Dispatch, AttentionMetadata]
 
     def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
-        """Build the replica on the meta device, then fill this rank's shard from the checkpoint.
+        """Build the model on the meta device, then fill this rank's shard from the checkpoint.
 
         Raises:
             CheckpointError: missing, unexpected or misshaped tensors.
@@ -174,17 +174,17 @@ class ModelRunner:
     def compile(
         self, progress: Callable[[int, int], None] | None = None
     ) -> tuple[Forward, CompileReport, CompileSettings]:
-        """Compile the replica at the config's level, without using it yet: all ranks vote first.
+        """Compile the model at the config's level, without using it yet: all ranks vote first.
 
         Raises:
             CompileError: this rank cannot compile it; TraceError where the model's own code is the reason.
         """
-        from workers.compile.compiler import compile_replica  # Late: a start without compiling needs none of it.
+        from workers.compile.compiler import compile_model  # Late: a start without compiling needs none of it.
 
         platform = platform_for(self.device)
         mode = None if self.config.compile_mode is None else CompileMode(self.config.compile_mode)
         settings = resolve_level(self.config, platform, mode=mode, missing=missing_for_compiling(platform))
-        forward, report = compile_replica(
+        forward, report = compile_model(
             self.model,
             mode=settings.mode,
             config=self.config,
@@ -237,7 +237,7 @@ class ModelRunner:
 
         Returns:
             seconds of one pass as steps make it (``forward``), and of what it spends within ops (``ops``: ATen and
-            our own; of a compiled replica its pieces and the splitting ops). Each is the least of the repeats, since
+            our own; of a compiled model its subgraphs and the splitting ops). Each is the least of the repeats, since
             everything else on the machine only adds to it.
         """
         choice, metadata = self._last

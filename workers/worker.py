@@ -82,7 +82,7 @@ class Worker:
         self._device = torch.device("cpu")
         self._runner: ModelRunner
         self._compiled: Compiled | None = None
-        self._pieces = 0
+        self._subgraphs = 0
         self._verbs: dict[str, Callable[..., Any]] = {
             "device": self.take_device,
             "open_rendezvous": self.open_rendezvous,
@@ -230,7 +230,7 @@ class Worker:
         self._runner.allocate(num_blocks)
 
     def compile(self) -> dict[str, Any]:
-        """Compile the replica, without using it yet: the driver lets all ranks vote.
+        """Compile the model, without using it yet: the driver lets all ranks vote.
 
         Gives the figures of the compilation, or ``{"failure": text}`` where this rank could not.
 
@@ -250,11 +250,11 @@ class Worker:
             return {"failure": f"{type(error).__name__}: {error}"}
         _, report, settings = self._compiled
         return {
-            "compiled_pieces": report.compiled_pieces,
-            "distinct_pieces": report.distinct_pieces,
+            "compiled_subgraphs": report.compiled_subgraphs,
+            "distinct_subgraphs": report.distinct_subgraphs,
             "cache_hits": report.cache_hits,
             "plan_from_cache": report.plan_from_cache,
-            "pieces": report.pieces,
+            "subgraphs": report.subgraphs,
             "mode": settings.mode.value,
             "warnings": [*settings.warnings, *report.warnings],
         }
@@ -263,7 +263,7 @@ class Worker:
         """Run steps by what :meth:`compile` made, or by the plain model if some rank has none; gives warnings."""
         if agreed and self._compiled is not None:
             forward, report, settings = self._compiled
-            self._pieces = report.pieces
+            self._subgraphs = report.subgraphs
             warning = self._runner.use(forward, settings)
         else:
             warning = ""
@@ -301,7 +301,7 @@ class Worker:
             "torch": torch.__version__,
             "device": self._device.type,
             "kv_blocks": str(next(iter(self._runner.kv_caches.values())).shape[0]),
-            "pieces": str(self._pieces),
+            "subgraphs": str(self._subgraphs),
             "graph_mode": self._runner.graph_mode.value,
             **self._runner.graphs.describe(),
         }

@@ -56,8 +56,8 @@ class StartupReport:
     seconds: dict[str, float] = field(default_factory=dict)
     num_kv_blocks: int = 0
     weights: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    compiled_pieces: int = 0
-    distinct_pieces: int = 0
+    compiled_subgraphs: int = 0
+    distinct_subgraphs: int = 0
     cache_hits: int = 0
 
 
@@ -159,7 +159,7 @@ class Startup:
         return str(found[0]["collectives"])
 
     def _compile(self) -> str:
-        """Have every rank compile its replica; one rank that cannot makes all of them run the plain model."""
+        """Have every rank compile its model; one rank that cannot makes all of them run the plain model."""
         votes = self._call("compile", "compile")
         failed = self._fall_back(votes, "the model is not compiled, and no graphs are captured")
         self._warn(warning for vote in votes for warning in vote.get("warnings", ()))
@@ -167,14 +167,14 @@ class Startup:
         if failed:
             return "fell back to the plain model"
         report = self.report
-        report.compiled_pieces = sum(vote["compiled_pieces"] for vote in votes)
-        report.distinct_pieces = max(vote["distinct_pieces"] for vote in votes)
+        report.compiled_subgraphs = sum(vote["compiled_subgraphs"] for vote in votes)
+        report.distinct_subgraphs = max(vote["distinct_subgraphs"] for vote in votes)
         report.cache_hits = sum(vote["cache_hits"] for vote in votes)
         if votes[0]["mode"] == "NONE":
             return "nothing to do"
         return (
-            f"{votes[0]['pieces']} pieces, {report.distinct_pieces} distinct; all ranks: {report.compiled_pieces} "
-            f"compiled, {report.cache_hits} from the cache"
+            f"{votes[0]['subgraphs']} subgraphs, {report.distinct_subgraphs} distinct; all ranks: "
+            f"{report.compiled_subgraphs} compiled, {report.cache_hits} from the cache"
         )
 
     def _capture(self) -> str:

@@ -1,6 +1,6 @@
-"""Compiled and captured replicas give the tokens that the plain model gives, which are those of transformers.
+"""Compiled and captured models give the tokens that the plain model gives, which are those of transformers.
 
-Every start here shares one cache folder, so a piece is compiled once for the module.
+Every start here shares one cache folder, so a subgraph is compiled once for the module.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def test_levels_agree_over_ranks(tp: int, cache: str):
     first, cold = tokens(folder, tp, cache, optimization_level=1)
     second, warm = tokens(folder, tp, cache, optimization_level=2)
     assert first == second == expected
-    assert cold.compiled_pieces > 0 and cold.distinct_pieces <= 4
-    assert warm.compiled_pieces == 0 and warm.cache_hits == tp * warm.distinct_pieces
+    assert cold.compiled_subgraphs > 0 and cold.distinct_subgraphs <= 4
+    assert warm.compiled_subgraphs == 0 and warm.cache_hits == tp * warm.distinct_subgraphs
 
 
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
@@ -70,9 +70,9 @@ def test_graph_modes_agree(mode: str, cache: str):
 
 @pytest.mark.parametrize("tp", [2])
 def test_demo_compiled(tp: int):
-    """Thirty layers, at most four pieces, all prompts in one batch. In the user's cache, which may know them."""
+    """Thirty layers, at most four subgraphs, all prompts in one batch. In the user's cache, which may know them."""
     with start(demo_folder(), tp, "", dtype="float32", max_model_len=2048) as llm:
-        assert llm.startup.distinct_pieces <= 4
+        assert llm.startup.distinct_subgraphs <= 4
         conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
         outputs = llm.chat(conversations, SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0))
     assert [output.token_ids for output in outputs] == golden_answers()
@@ -95,5 +95,5 @@ def test_a_machine_without_a_compiler_falls_back_and_says_what_to_install(
     folder = tiny_checkpoint("llama")
     found, report = tokens(folder, 1, str(tmp_path / "cache"))
     assert found == transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
-    assert report.distinct_pieces == 0
+    assert report.distinct_subgraphs == 0
     assert "apt-get install g++" in capfd.readouterr().err

@@ -19,7 +19,7 @@ from runtime.common.model_config import load_model_config
 from tests.checkpoints import prompts, reference_logits, reference_model, tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.memory_probe import measure_loading
-from tests.workers.models.replica import Replica, run_schedules
+from tests.workers.models.harness import ModelHarness, run_schedules
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
 from workers.weights import LoadReport, load_weights
@@ -92,7 +92,7 @@ def test_tied_head_that_is_stored_all_the_same(tmp_path: Path) -> None:
         tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
 
     tokens = prompts(5)[0]
-    found = Replica(changed(tmp_path, add_head, "llama-tied"), single_rank_group(CPU)).step([(0, tokens)])
+    found = ModelHarness(changed(tmp_path, add_head, "llama-tied"), single_rank_group(CPU)).step([(0, tokens)])
     expected = reference_logits(tiny_checkpoint("llama-tied"), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -103,7 +103,7 @@ def test_computed_buffers_in_a_checkpoint_are_ignored(tmp_path: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
 
     tokens = prompts(5)[0]
-    found = Replica(changed(tmp_path, add_buffers), single_rank_group(CPU)).step([(0, tokens)])
+    found = ModelHarness(changed(tmp_path, add_buffers), single_rank_group(CPU)).step([(0, tokens)])
     expected = reference_logits(tiny_checkpoint("llama"), tokens)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -186,7 +186,7 @@ def test_parameter_without_a_loader() -> None:
 
 
 def bytes_read(group: TensorParallelGroup, folder: str) -> int:
-    return Replica(Path(folder), group).report.bytes_read
+    return ModelHarness(Path(folder), group).report.bytes_read
 
 
 def test_ranks_read_their_share() -> None:

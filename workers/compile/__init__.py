@@ -1,1 +1,1 @@
-"""From a model to a compiled replica: trace, cut, compile each distinct piece once, remember all of it on disk."""
+"""From a model to a compiled model: trace, cut, compile each distinct subgraph once, remember all of it on disk."""

@@ -4,7 +4,7 @@ Trust: an entry holds code that is run (Python, shared objects, on CUDA Inductor
 truncated, mixed up or left by another program; they are no signature. Whoever can write to the cache directory can
 run code as this user, so it is created for its owner alone and must not be shared with users one does not trust.
 
-What goes into an entry and its key is ``pieces.py``'s, ``plan.py``'s and ``keys.py``'s.
+What goes into an entry and its key is ``subgraph.py``'s, ``plan.py``'s and ``keys.py``'s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a loaded model to what steps call: trace, cut, compile or find every piece, bind. One call at start-up.
+"""From a loaded model to what steps call: trace, cut, compile or find every subgraph, bind. One call at start-up.
 
 A later start finds the plan of the same model on the same machine and skips all but the last. What each mode means is
 ``levels.py``'s. Nothing here executes the model or a collective, so a rank that fails here holds nobody up.
@@ -20,14 +20,14 @@ from parallel.platform import Platform
 from runtime.common.config import EngineConfig
 from runtime.common.model_config import ModelConfig
 from workers.compile.cache import Store
+from workers.compile.compiled_model import CompiledModel
 from workers.compile.errors import CompileError, TraceError
 from workers.compile.keys import digest, environment, model_shape, source_digest
 from workers.compile.levels import CompileMode
-from workers.compile.pieces import INDUCTOR_OPTIONS, PieceCompiler, Run, load_piece
 from workers.compile.plan import Plan, make_plan
-from workers.compile.replica import Replica
-from workers.compile.split import SPLITTING_OPS, PieceGraph, Segment, piece_graph, split_graph
-from workers.compile.tracing import FEWEST_TOKENS, example_inputs, explained, own_entry, trace_replica
+from workers.compile.split import SPLITTING_OPS, Segment, Subgraph, make_subgraph, split_graph
+from workers.compile.subgraph import INDUCTOR_OPTIONS, Run, SubgraphCompiler, load_subgraph
+from workers.compile.tracing import FEWEST_TOKENS, example_inputs, explained, own_entry, trace_model
 
 log = logging.getLogger("lockstep")
 
@@ -37,7 +37,7 @@ Compiled = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """input_ids [T], positions [T] -> hidden states [T, hidden_size], inside a forward context."""
 
 Progress = Callable[[int, int], None]
-"""Distinct pieces that are ready, and how many there are."""
+"""Distinct subgraphs that are ready, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -45,25 +45,25 @@ class CompileReport:
     """What compiling came to on this rank.
 
     Attributes:
-        compiled_pieces: pieces this process put through Inductor.
-        distinct_pieces: pieces that differ; each is compiled once, however many layers have it.
-        cache_hits: distinct pieces taken from the cache.
+        compiled_subgraphs: subgraphs this process put through Inductor.
+        distinct_subgraphs: subgraphs that differ; each is compiled once, however many layers have it.
+        cache_hits: distinct subgraphs taken from the cache.
         seconds: that all of it took.
         warnings: what the user should know.
         plan_from_cache: whether the model was not even traced.
-        pieces: stages of the replica that are compiled code; equal on all ranks.
+        subgraphs: stages of the model that are compiled code; equal on all ranks.
     """
 
-    compiled_pieces: int = 0
-    distinct_pieces: int = 0
+    compiled_subgraphs: int = 0
+    distinct_subgraphs: int = 0
     cache_hits: int = 0
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
     plan_from_cache: bool = False
-    pieces: int = 0
+    subgraphs: int = 0
 
 
-def compile_replica(
+def compile_model(
     model: nn.Module,
     *,
     mode: CompileMode,
@@ -77,14 +77,14 @@ def compile_replica(
     """Compile a model whose weights are in place.
 
     Args:
-        model: one rank's replica.
+        model: one rank's model.
         mode: from ``resolve_level``.
         config: resolved; ``cache_dir`` says where artifacts are kept, "" keeps none.
         model_config: part of the plan's key.
         platform: of the device.
         device: where the model is.
         example_tokens: tokens of the first trace; fewer than 2 are made 2.
-        progress: told after every distinct piece.
+        progress: told after every distinct subgraph.
 
     Returns:
         what a step calls, and the report. With mode NONE it is the model itself.
@@ -99,22 +99,22 @@ def compile_replica(
     if mode is CompileMode.STOCK:
         compiled, traces = _stock(model, example_tokens, device)
         seconds = time.perf_counter() - started
-        return compiled, CompileReport(traces, traces, 0, seconds, pieces=1)
+        return compiled, CompileReport(traces, traces, 0, seconds, subgraphs=1)
     store = Store(os.path.join(config.cache_dir, "compile") if config.cache_dir else "")
     ops = SPLITTING_OPS if mode is CompileMode.PIECEWISE else ()
     job = _Job(model, store, ops, platform, device, example_tokens, progress or (lambda done, total: None))
-    replica = job.from_plan(model_config)
-    from_cache = replica is not None
-    if replica is None:
-        replica = job.from_model(model_config)
-    return replica, CompileReport(
-        compiled_pieces=job.compiled,
-        distinct_pieces=len(job.runs),
+    compiled = job.from_plan(model_config)
+    from_cache = compiled is not None
+    if compiled is None:
+        compiled = job.from_model(model_config)
+    return compiled, CompileReport(
+        compiled_subgraphs=job.compiled,
+        distinct_subgraphs=len(job.runs),
         cache_hits=len(job.runs) - job.compiled,
         seconds=time.perf_counter() - started,
         warnings=tuple(store.warnings),
         plan_from_cache=from_cache,
-        pieces=sum(stage.kind == "piece" for stage in replica.stages),
+        subgraphs=sum(stage.kind == "subgraph" for stage in compiled.stages),
     )
 
 
@@ -144,8 +144,8 @@ class _Job:
     def _plan_key(self, model_config: ModelConfig) -> str:
         return digest("plan", *self._base, model_config.to_dict(), model_shape(self._model), list(self._splitting_ops))
 
-    def from_plan(self, model_config: ModelConfig) -> Replica | None:
-        """The replica of an earlier start's plan, None if plan or pieces are not all there."""
+    def from_plan(self, model_config: ModelConfig) -> CompiledModel | None:
+        """The model of an earlier start's plan, None if plan or subgraphs are not all there."""
         entry = self._store.load(self._plan_key(model_config))
         if entry is None:
             return None
@@ -159,35 +159,35 @@ class _Job:
                 self._progress(done + 1, len(plan.artifacts))
             return plan.bind(self._model, self.runs)
         except (CompileError, KeyError, TypeError, ValueError) as error:
-            self._store.warn(f"the compiled replica in {entry.folder} cannot be used ({error}); tracing the model anew")
+            self._store.warn(f"the compiled model in {entry.folder} cannot be used ({error}); tracing the model anew")
             return None
 
-    def from_model(self, model_config: ModelConfig) -> Replica:
-        """The replica by tracing the model; its plan is kept for the next start."""
-        traced = trace_replica(self._model, num_tokens=self._example_tokens, device=self._device)
+    def from_model(self, model_config: ModelConfig) -> CompiledModel:
+        """The model by tracing the model; its plan is kept for the next start."""
+        traced = trace_model(self._model, num_tokens=self._example_tokens, device=self._device)
         segments = split_graph(traced.graph, traced.tokens, self._splitting_ops)
-        pieces: dict[Segment, tuple[PieceGraph, str]] = {}
+        subgraphs: dict[Segment, tuple[Subgraph, str]] = {}
         portable: dict[str, bool] = {}
         for number, segment in enumerate(segments):
-            if segment.kind == "piece":
-                graph = piece_graph(segment, traced.tokens)
+            if segment.kind == "subgraph":
+                graph = make_subgraph(segment, traced.tokens)
                 # An output that is a view of an input, and that an op writes to afterwards, has to be that view.
                 views = {segment.outputs[position] for position in graph.aliases}
                 written = any(views & set(later.inputs) for later in segments[number + 1 :] if later.kind == "op")
-                key = digest("piece", *self._base, graph.text, written)
-                pieces[segment] = graph, key
+                key = digest("subgraph", *self._base, graph.text, written)
+                subgraphs[segment] = graph, key
                 portable[key] = not written
-        self._ready({key: graph for graph, key in pieces.values()}, portable)
-        plan = make_plan(traced, segments, pieces)
+        self._ready({key: graph for graph, key in subgraphs.values()}, portable)
+        plan = make_plan(traced, segments, subgraphs)
         self._store.save(self._plan_key(model_config), {PLAN_FILE: plan.packed()})
         return plan.bind(self._model, self.runs)
 
-    def _ready(self, graphs: Mapping[str, PieceGraph], portable: Mapping[str, bool]) -> None:
-        """Make every piece runnable. What another process is compiling is left to it, and waited for last."""
+    def _ready(self, graphs: Mapping[str, Subgraph], portable: Mapping[str, bool]) -> None:
+        """Make every subgraph runnable. What another process is compiling is left to it, and waited for last."""
         self.runs = {key: run for key, run in self.runs.items() if key in graphs}
         pending = [key for key in graphs if key not in self.runs]
         wait = False
-        with PieceCompiler(self._store, self._device) as compiler:
+        with SubgraphCompiler(self._store, self._device) as compiler:
             while pending:
                 left: list[str] = []
                 for key in pending:
@@ -199,7 +199,7 @@ class _Job:
                 wait = len(left) == len(pending)
                 pending = left
 
-    def _obtain(self, key: str, graph: PieceGraph, portable: bool, compiler: PieceCompiler, *, wait: bool) -> bool:
+    def _obtain(self, key: str, graph: Subgraph, portable: bool, compiler: SubgraphCompiler, *, wait: bool) -> bool:
         run = self._stored(key)
         if run is None:
             with self._store.lock(key, wait=wait) as held:
@@ -207,10 +207,10 @@ class _Job:
                     return False
                 run = self._stored(key)  # Another process may have had the lock before.
                 if run is None:
-                    piece = compiler.compile(graph, portable=portable)
-                    self._store.save(key, piece.files)
+                    subgraph = compiler.compile(graph, portable=portable)
+                    self._store.save(key, subgraph.files)
                     self.compiled += 1
-                    run = piece.run
+                    run = subgraph.run
         self.runs[key] = run
         return True
 
@@ -219,7 +219,7 @@ class _Job:
         if entry is None:
             return None
         try:
-            return load_piece(entry, key, self._store, self._device)
+            return load_subgraph(entry, key, self._store, self._device)
         except CompileError as error:
             self._store.warn(f"{error}; compiling it again")
             return None

@@ -1,4 +1,4 @@
-"""What can go wrong between a model and its compiled replica. The driver decides what follows from it."""
+"""What can go wrong between a model and its compiled model. The driver decides what follows from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from runtime.common.errors import LockstepError
 
 
 class CompileError(LockstepError):
-    """The replica cannot be compiled; ``--enforce-eager`` runs it without."""
+    """The model cannot be compiled; ``--enforce-eager`` runs it without."""
 
 
 class TraceError(CompileError):

@@ -1,6 +1,6 @@
 """Runs the code that Inductor generates for a CPU without importing Inductor.
 
-What Inductor makes of a piece is a Python module: C++ loops, each compiled into an extension module, and a function
+What Inductor makes of a subgraph is a Python module: C++ loops, each compiled into an extension module, and a function
 that allocates buffers and calls the loops and a few torch ops in order. Loading such a module the usual way imports
 the whole compiler, seconds of work in every start. :func:`extract` keeps what the function needs, and
 :func:`make_callable` runs it with the compiled loops handed to it. Code that needs anything else is refused
@@ -39,7 +39,7 @@ class NotPortableError(Exception):
 
 @dataclass(frozen=True)
 class GeneratedCode:
-    """A piece's code.
+    """A subgraph's code.
 
     Attributes:
         source: Python, with a function ``call(args)`` that takes a list of inputs, empties it, and gives a tuple.
@@ -108,7 +108,7 @@ def make_callable(
         names[f"op_{found[1]}"] = function
         return f"op_{found[1]}("
 
-    exec(compile(_OUR_OP.sub(bind, code.source), f"<compiled piece {label}>", "exec"), names)
+    exec(compile(_OUR_OP.sub(bind, code.source), f"<compiled subgraph {label}>", "exec"), names)
     return names["call"]
 
 
@@ -189,7 +189,7 @@ def _without_unused(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _check_signature(statements: list[ast.stmt], num_inputs: int) -> None:
-    """Make sure that ``call`` takes its inputs as a list, one for each of the piece's."""
+    """Make sure that ``call`` takes its inputs as a list, one for each of the subgraph's."""
     functions = [node for s in statements for node in ast.walk(s) if isinstance(node, ast.FunctionDef)]
     for function in (f for f in functions if f.name == "call"):
         first = function.body[0]

@@ -22,10 +22,10 @@ CXX_COMPILERS = ("g++", "clang++")
 
 
 class CompileMode(StrEnum):
-    """How the replica is compiled.
+    """How the model is compiled.
 
     NONE: not at all. STOCK: torch.compile as it comes, guards and all. DYNAMO_TRACE_ONCE: one trace, no guards, the
-    whole graph through Inductor. PIECEWISE: one trace, no guards, cut at attention, each distinct piece through
+    whole graph through Inductor. PIECEWISE: one trace, no guards, cut at attention, each distinct subgraph through
     Inductor once.
     """
 
@@ -86,7 +86,7 @@ def resolve_level(
 
     Args:
         config: resolved.
-        platform: where the replica runs.
+        platform: where the model runs.
         mode: another compile mode than the level's own.
         missing: what :func:`missing_for_compiling` said; with it nothing is compiled.
     """
@@ -97,18 +97,18 @@ def resolve_level(
     default_graphs = ("NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE")[level]
     graph_mode = "NONE" if config.enforce_eager else config.cudagraph_mode or default_graphs
     chosen = CompileMode.NONE if level == 0 else mode or CompileMode.PIECEWISE
-    graph_mode, warnings = _graphs_without_pieces(chosen, graph_mode)
+    graph_mode, warnings = _graphs_without_subgraphs(chosen, graph_mode)
     has = PLATFORM_FUSIONS.get(platform.name, {})
     fusions = tuple(name for name in LEVEL_FUSIONS[level] if name in has and chosen is not CompileMode.NONE)
     return CompileSettings(level, chosen, graph_mode, fusions, warnings)
 
 
-def _graphs_without_pieces(mode: CompileMode, graph_mode: str) -> tuple[str, tuple[str, ...]]:
-    """The graph mode that remains where the replica is not cut into pieces, and a warning if that is another one."""
+def _graphs_without_subgraphs(mode: CompileMode, graph_mode: str) -> tuple[str, tuple[str, ...]]:
+    """The graph mode that remains where the model is not cut into subgraphs, and a warning if that is another one."""
     remains = {"PIECEWISE": "NONE", "FULL_AND_PIECEWISE": "FULL_DECODE_ONLY"}.get(graph_mode)
     if mode is CompileMode.PIECEWISE or remains is None:
         return graph_mode, ()
-    text = f"graph mode {graph_mode} needs a replica in pieces; compile mode {mode} has none, so it becomes {remains}"
+    text = f"graph mode {graph_mode} needs a model in subgraphs; compile mode {mode} has none, so it becomes {remains}"
     return remains, (f"{text}. Leave the compile mode at PIECEWISE to keep it",)
 
 

@@ -1,7 +1,7 @@
-"""A compiled replica as data: the order of stages, where each input comes from, what each splitting op is called with.
+"""A compiled model as data: the order of stages, where each input comes from, what each splitting op is called with.
 
-A plan names artifacts by key, parameters by name and layers by name, so a later start makes a :class:`Replica` of it
-and the model's tensors without tracing the model. It holds no rank: ranks of equal shapes have the same plan.
+A plan names artifacts by key, parameters by name and layers by name, so a later start makes a :class:`CompiledModel`
+of it and the model's tensors without tracing the model. It holds no rank: ranks of equal shapes have the same plan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 
 from runtime.common.protocol import pack
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.compile.errors import CompileError
-from workers.compile.pieces import Run
-from workers.compile.replica import Replica, Stage
-from workers.compile.split import PieceGraph, Segment
-from workers.compile.tracing import TracedReplica
+from workers.compile.split import Segment, Subgraph
+from workers.compile.subgraph import Run
+from workers.compile.tracing import TracedModel
 
 Argument = tuple[Literal["value", "const"], Any]
 """A position among the stage's values, or a plain value."""
@@ -43,15 +43,15 @@ class OpCall:
 
 @dataclass(frozen=True)
 class PlanStage:
-    """One stage: see :class:`~workers.compile.replica.Stage`.
+    """One stage: see :class:`~workers.compile.compiled_model.Stage`.
 
     Attributes:
-        artifact: of a piece: its key.
+        artifact: of a subgraph: its key.
         calls: of an op stage.
         results: of an op stage: which of its values are its outputs.
     """
 
-    kind: Literal["piece", "op"]
+    kind: Literal["subgraph", "op"]
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -73,7 +73,7 @@ class BoundTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """A replica without its tensors and its code. Fields as of :class:`~workers.compile.replica.Replica`."""
+    """A model without its tensors and its code. Fields as of :class:`~workers.compile.compiled_model.CompiledModel`."""
 
     stages: tuple[PlanStage, ...]
     num_values: int
@@ -84,8 +84,8 @@ class Plan:
 
     @property
     def artifacts(self) -> tuple[str, ...]:
-        """The keys of the distinct pieces, in the order of their first use."""
-        return tuple(dict.fromkeys(stage.artifact for stage in self.stages if stage.kind == "piece"))
+        """The keys of the distinct subgraphs, in the order of their first use."""
+        return tuple(dict.fromkeys(stage.artifact for stage in self.stages if stage.kind == "subgraph"))
 
     def packed(self) -> bytes:
         """As bytes, for the cache."""
@@ -101,8 +101,8 @@ class Plan:
         fields["bound"] = tuple(BoundTensor(**tensor) for tensor in fields["bound"])
         return cls(**fields)
 
-    def bind(self, model: nn.Module, runs: Mapping[str, Run]) -> Replica:
-        """The replica: this plan with a model's tensors and the code of its pieces.
+    def bind(self, model: nn.Module, runs: Mapping[str, Run]) -> CompiledModel:
+        """The model: this plan with a model's tensors and the code of its subgraphs.
 
         Raises:
             CompileError: the model has not the tensors that the plan was made for.
@@ -111,13 +111,13 @@ class Plan:
             Stage(
                 stage.kind,
                 stage.name,
-                runs[stage.artifact] if stage.kind == "piece" else op_runner(stage.calls, stage.results),
+                runs[stage.artifact] if stage.kind == "subgraph" else op_runner(stage.calls, stage.results),
                 stage.inputs,
                 stage.outputs,
             )
             for stage in self.stages
         ]
-        return Replica(
+        return CompiledModel(
             stages=stages,
             num_values=self.num_values,
             bound=self._tensors(model),
@@ -134,7 +134,7 @@ class Plan:
             if tensor is None or wanted != _bound_tensor(wanted.index, wanted.name, tensor):
                 found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise CompileError(
-                    f"{wanted.name} is {found}; the compiled replica takes {wanted.dtype} {list(wanted.shape)}"
+                    f"{wanted.name} is {found}; the compiled model takes {wanted.dtype} {list(wanted.shape)}"
                 )
             tensors[wanted.index] = tensor.detach()
         return tensors
@@ -145,14 +145,14 @@ def _bound_tensor(index: int, name: str, tensor: torch.Tensor) -> BoundTensor:
 
 
 def make_plan(
-    traced: TracedReplica, segments: Sequence[Segment], pieces: Mapping[Segment, tuple[PieceGraph, str]]
+    traced: TracedModel, segments: Sequence[Segment], subgraphs: Mapping[Segment, tuple[Subgraph, str]]
 ) -> Plan:
-    """The plan of a traced replica.
+    """The plan of a traced model.
 
     Args:
-        traced: the replica.
+        traced: the model.
         segments: its cut.
-        pieces: graph and artifact key of each segment that is a piece.
+        subgraphs: graph and artifact key of each segment that is a subgraph.
 
     Raises:
         CompileError: a splitting op was called with something that is no plain value.
@@ -166,11 +166,11 @@ def make_plan(
     place(traced.tokens)
     stages: list[PlanStage] = []
     for segment in segments:
-        if segment.kind == "piece":
-            graph, key = pieces[segment]
-            name = f"piece {sum(stage.kind == 'piece' for stage in stages)}"
+        if segment.kind == "subgraph":
+            graph, key = subgraphs[segment]
+            name = f"subgraph {sum(stage.kind == 'subgraph' for stage in stages)}"
             taken, outputs = tuple(map(place, graph.inputs)), tuple(map(place, segment.outputs))
-            stages.append(PlanStage("piece", name, taken, outputs, artifact=key))
+            stages.append(PlanStage("subgraph", name, taken, outputs, artifact=key))
         else:
             taken, outputs = tuple(map(place, segment.inputs)), tuple(map(place, segment.outputs))
             calls, results = _op_calls(segment)

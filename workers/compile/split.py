@@ -1,7 +1,8 @@
-"""Cuts a traced replica at its splitting ops and writes what lies between as graphs of their own.
+"""Cuts a traced model at its splitting ops and writes what lies between as graphs of their own.
 
-A piece's graph is canonical: inputs and values are numbered, and no layer, parameter or module is named in it. The
-piece between two attentions is then the same graph, and the same text, in every layer. Compiling is ``pieces.py``'s.
+A subgraph's graph is canonical: inputs and values are numbered, and no layer, parameter or module is named in it. The
+subgraph between two attentions is then the same graph, and the same text, in every layer. ``subgraph.py``
+compiles it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.fx.node import _get_qualified_name, map_arg
 from workers.compile.errors import CompileError
 
 SPLITTING_OPS = ("lockstep::kv_cache_update", "lockstep::attention")
-"""Ops that no piece contains: they read the forward context, and graphs of other kinds end at them."""
+"""Ops that no subgraph contains: they read the forward context, and graphs of other kinds end at them."""
 
 CALLS = ("call_function", "call_method")
 
@@ -29,27 +30,27 @@ class Segment:
     """Neighbouring calls of the graph, in their order.
 
     Attributes:
-        kind: "op": splitting ops; "piece": everything between them.
+        kind: "op": splitting ops; "subgraph": everything between them.
         nodes: the calls.
         inputs: values from outside that they use, in the order of first use.
         outputs: their values that are used outside, in order.
     """
 
-    kind: Literal["piece", "op"]
+    kind: Literal["subgraph", "op"]
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)
-class PieceGraph:
+class Subgraph:
     """A segment as a graph of its own.
 
     Attributes:
         module: placeholders in the order of ``inputs``; the output is a tuple in the order of the segment's outputs.
-        inputs: the segment's inputs behind the number of tokens, which every piece takes first.
+        inputs: the segment's inputs behind the number of tokens, which every subgraph takes first.
         examples: a fake value for each input.
-        text: the same for two pieces that compute the same on the same shapes, strides and dtypes.
+        text: the same for two subgraphs that compute the same on the same shapes, strides and dtypes.
         aliases: outputs, by position, that are views of inputs.
     """
 
@@ -73,13 +74,13 @@ def split_graph(graph: fx.Graph, tokens: fx.Node, splitting_ops: Collection[str]
     Args:
         graph: as ``tracing.py`` gives it; uses of a size that is the number of tokens are redirected to ``tokens``.
         tokens: the placeholder with that number.
-        splitting_ops: names of ops to cut at; consecutive ones share a segment. Without any, one piece is everything.
+        splitting_ops: names of ops to cut at; consecutive ones share a segment. Without any, there is one subgraph.
 
     Raises:
         CompileError: something that is neither tensor nor number would have to cross a cut.
     """
     _share_token_count(graph, tokens)
-    groups: list[tuple[Literal["piece", "op"], list[fx.Node]]] = []
+    groups: list[tuple[Literal["subgraph", "op"], list[fx.Node]]] = []
     home: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op not in CALLS:
@@ -90,7 +91,7 @@ def split_graph(graph: fx.Graph, tokens: fx.Node, splitting_ops: Collection[str]
             home[node] = home[source]
             groups[home[node]][1].append(node)
             continue
-        kind = "op" if op_name(node.target) in splitting_ops else "piece"
+        kind = "op" if op_name(node.target) in splitting_ops else "subgraph"
         if not groups or groups[-1][0] != kind:
             groups.append((kind, []))
         home[node] = len(groups) - 1
@@ -112,7 +113,7 @@ def _can_cross(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt, int))
 
 
-def _segment(kind: Literal["piece", "op"], nodes: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Segment:
+def _segment(kind: Literal["subgraph", "op"], nodes: list[fx.Node], number: int, home: dict[fx.Node, int]) -> Segment:
     inputs: dict[fx.Node, None] = {}
     outputs: list[fx.Node] = []
     for node in nodes:
@@ -128,7 +129,7 @@ def _segment(kind: Literal["piece", "op"], nodes: list[fx.Node], number: int, ho
     return Segment(kind, tuple(nodes), tuple(inputs), tuple(outputs))
 
 
-def piece_graph(segment: Segment, tokens: fx.Node) -> PieceGraph:
+def make_subgraph(segment: Segment, tokens: fx.Node) -> Subgraph:
     """The canonical graph of a segment. ``tokens`` is the placeholder with the number of tokens."""
     inputs = (tokens, *(node for node in segment.inputs if node is not tokens))
     graph = fx.Graph()
@@ -148,7 +149,7 @@ def piece_graph(segment: Segment, tokens: fx.Node) -> PieceGraph:
     for old, new in env.items():
         new.meta = {key: old.meta[key] for key in ("example_value", "unbacked_bindings") if key in old.meta}
     count = tokens.meta["example_value"].node.expr
-    return PieceGraph(
+    return Subgraph(
         module=fx.GraphModule(torch.nn.Module(), graph),
         inputs=inputs,
         examples=tuple(node.meta["example_value"] for node in inputs),
@@ -167,7 +168,7 @@ def _target(target: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """What a compiled piece relies on of an input."""
+    """What a compiled subgraph relies on of an input."""
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
     shape, stride = list(value.shape), list(value.stride())

@@ -1,4 +1,4 @@
-"""One trace of a whole replica: a model's forward becomes one FX graph that serves every number of tokens.
+"""One trace of a whole model: a model's forward becomes one FX graph that serves every number of tokens.
 
 The token dimension is *unbacked*: nothing is known of its size, so a forward that asks (``if x.shape[0] == 1``) is an
 error with its line, where a merely dynamic dimension would be specialised at 0 and 1 and, guards being dropped, the
@@ -38,8 +38,8 @@ class TraceableModel(Protocol):
 
 
 @dataclass(frozen=True)
-class TracedReplica:
-    """The graph of a replica, and what its placeholders stand for.
+class TracedModel:
+    """The graph of a model, and what its placeholders stand for.
 
     Attributes:
         graph: placeholders, calls, one output that is a tuple of one tensor. Values carry fakes in ``meta``.
@@ -98,9 +98,9 @@ def own_entry(function: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(entry.__code__.replace(), entry.__globals__, "entry", None, entry.__closure__)
 
 
-def trace_replica(
+def trace_model(
     model: nn.Module, *, num_tokens: int, device: torch.device, capture: Capture | None = None
-) -> TracedReplica:
+) -> TracedModel:
     """Trace ``model.forward`` once, without guards, and check that the graph serves other numbers of tokens.
 
     Args:
@@ -177,7 +177,7 @@ def explained(error: Exception, model: nn.Module) -> str:
 
 def _resolve_placeholders(
     model: nn.Module, module: fx.GraphModule, capture: Capture, arguments: dict[str, torch.Tensor]
-) -> TracedReplica:
+) -> TracedModel:
     """Find out what each placeholder stands for: an argument, a parameter or buffer, or the number of tokens."""
     known = {id(tensor): name for name, tensor in _named_tensors(model)}
     step_ids = {id(tensor): name for name, tensor in arguments.items()}
@@ -207,14 +207,14 @@ def _resolve_placeholders(
             f"{type(model).__name__}.forward has {len(counts)} different dynamic sizes and uses the arguments "
             f"{sorted(steps)}; it takes {sorted(arguments)}, all of one number of tokens"
         )
-    return TracedReplica(module.graph, steps, bound, counts[0], capture.traces)
+    return TracedModel(module.graph, steps, bound, counts[0], capture.traces)
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _check_every_size(model: nn.Module, traced: TracedReplica, num_tokens: int, dims: Mapping[str, int]) -> None:
+def _check_every_size(model: nn.Module, traced: TracedModel, num_tokens: int, dims: Mapping[str, int]) -> None:
     """Refuse a graph that holds for the traced number of tokens only; without guards nobody else would notice."""
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(output, (tuple, list)) or len(output) != 1:

@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps (FULL) and of the compiled pieces between attention layers (PIECEWISE).
+"""CUDA graphs of decode steps (FULL) and of the compiled subgraphs between attention layers (PIECEWISE).
 
 Capturing records launches instead of running them; a replay launches all of them at once, on the very addresses that
 were captured. So inputs are the runner's static buffers, and all memory that captured code allocates comes from one
 pool that only replays use. They run one at a time, so a later capture may lie where an earlier one did: the largest
-size is captured first, and within a size a piece may use what the pieces before it have finished with.
+size is captured first, and within a size a subgraph may use what the subgraphs before it have finished with.
 
 Everything is warmed up before the first capture: compiling a kernel or setting up a communicator cannot be captured.
 Warming up runs the model with its exchanges, so all ranks do it together; capturing launches nothing, so that a rank
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from workers.attention.base import AttentionMetadata
-from workers.compile.replica import Replica, Stage
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.forward_context import forward_context
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
@@ -35,7 +35,7 @@ class CudaGraphs:
     """The graphs of one forward pass.
 
     Args:
-        forward: a compiled replica; FULL alone also takes a module or any function.
+        forward: a compiled model; FULL alone also takes a module or any function.
         inputs: the static inputs.
         make_context: see :data:`~workers.graphs.inputs.MakeContext`.
         device: this rank's.
@@ -83,7 +83,7 @@ class CudaGraphs:
             torch.cuda.synchronize(self._device)
 
     def capture(self, key: Dispatch) -> None:
-        """Capture one graph, or one for each piece. Local to this rank.
+        """Capture one graph, or one for each subgraph. Local to this rank.
 
         Raises:
             RuntimeError: something in it cannot be captured, or memory ran out.
@@ -93,7 +93,7 @@ class CudaGraphs:
             if key.mode is GraphMode.FULL:
                 self._replays[key] = self._capture_whole(key.size, self._output[: key.size])
             else:
-                self._replays[key] = self._capture_pieces(key.size, self._output[: key.size])
+                self._replays[key] = self._capture_subgraphs(key.size, self._output[: key.size])
 
     def replay(self, key: Dispatch, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states [size, hidden_size], valid until the next replay. Nothing is waited for."""
@@ -139,27 +139,27 @@ class CudaGraphs:
         graph, _ = self._graph_of(lambda: output.copy_(self._forward(*tokens)))
         return graph.replay
 
-    def _capture_pieces(self, size: int, output: torch.Tensor) -> Callable[[], Any]:
-        """Capture every piece. The stages between run once, so that their results exist; they write no key."""
-        replica = self._forward
-        assert isinstance(replica, Replica), "supported_mode() leaves PIECEWISE to compiled replicas"
-        values = starting_values(replica, *self._inputs.tokens(size))
+    def _capture_subgraphs(self, size: int, output: torch.Tensor) -> Callable[[], Any]:
+        """Capture every subgraph. The stages between run once, so that their results exist; they write no key."""
+        model = self._forward
+        assert isinstance(model, CompiledModel), "supported_mode() leaves PIECEWISE to compiled models"
+        values = starting_values(model, *self._inputs.tokens(size))
         steps: list[Callable[[], Any]] = []
-        # What a piece made belongs to the pool and is held until its last use; ``values`` only knows where it is.
-        # So later pieces can be given the same memory, and all sizes together need no more than one pass does.
+        # What a subgraph made belongs to the pool and is held until its last use; ``values`` only knows where it is.
+        # So later subgraphs can be given the same memory, and all sizes together need no more than one pass does.
         held: dict[int, Any] = {}
-        for stage, ended in zip(replica.stages, last_uses(replica), strict=True):
+        for stage, ended in zip(model.stages, last_uses(model), strict=True):
             given = [values[index] for index in stage.inputs]
-            if stage.kind == "piece":
-                graph, made = self._graph_of(functools.partial(_run_piece, stage, given, replica.output, output))
+            if stage.kind == "subgraph":
+                graph, made = self._graph_of(functools.partial(_run_subgraph, stage, given, model.output, output))
                 held |= zip(stage.outputs, made, strict=True)
                 steps.append(graph.replay)
                 made = [unowned(value) if isinstance(value, torch.Tensor) else value for value in made]
             else:
                 made = list(stage.run(list(given)))
                 steps.append(functools.partial(_run_ops, stage.run, given, made))
-                if replica.output in stage.outputs:
-                    steps.append(functools.partial(output.copy_, made[stage.outputs.index(replica.output)]))
+                if model.output in stage.outputs:
+                    steps.append(functools.partial(output.copy_, made[stage.outputs.index(model.output)]))
             for index, value in zip(stage.outputs, made, strict=True):
                 values[index] = value
             for index in ended:
@@ -167,8 +167,8 @@ class CudaGraphs:
         return functools.partial(_run_all, tuple(steps))
 
 
-def _run_piece(stage: Stage, given: list[Any], result: int, output: torch.Tensor) -> Sequence[Any]:
-    """A piece's results; if the replica's own is among them it is also copied to where callers find it."""
+def _run_subgraph(stage: Stage, given: list[Any], result: int, output: torch.Tensor) -> Sequence[Any]:
+    """A subgraph's results; if the model's own is among them it is also copied to where callers find it."""
     made = stage.run(list(given))
     if result in stage.outputs:
         output.copy_(made[stage.outputs.index(result)])
@@ -176,7 +176,7 @@ def _run_piece(stage: Stage, given: list[Any], result: int, output: torch.Tensor
 
 
 def _run_ops(run: Callable[[list[Any]], Sequence[Any]], given: list[Any], made: list[Any]) -> None:
-    """Run a stage of ops on arguments that stay where they are, and put its results where the pieces look for them."""
+    """Run a stage of ops on arguments with fixed addresses; copy its results to where the subgraphs read them."""
     for place, value in zip(made, run(list(given)), strict=True):
         if isinstance(place, torch.Tensor) and place.numel() and place.data_ptr() != value.data_ptr():
             place.copy_(value)

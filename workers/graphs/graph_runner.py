@@ -37,7 +37,7 @@ class GraphRunner:
     """The forward pass of one rank, and its graphs.
 
     Args:
-        forward: a compiled replica, or the module itself.
+        forward: a compiled model, or the module itself.
         mode: what to capture, see :func:`workers.graphs.modes.supported_mode`.
         sizes: at which numbers of tokens.
         buffers: the static tensors of a step.
@@ -156,7 +156,7 @@ class GraphRunner:
         """For benchmarks on the CPU: replay the step in the buffers with a clock around each call.
 
         Returns:
-            seconds within ops (of a compiled replica: within pieces and splitting ops), without what calls them.
+            seconds within ops (of a compiled model: within subgraphs and splitting ops), without what calls them.
         """
         assert isinstance(self._graphs, CpuReplay), "a CUDA graph is timed by the device's own events"
         return self._graphs.op_seconds(choice, metadata)

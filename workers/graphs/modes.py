@@ -64,7 +64,7 @@ def supported_mode(
     Args:
         mode: as configured.
         device_type: "cpu" or "cuda".
-        split: whether the replica is compiled in pieces.
+        split: whether the model is compiled in subgraphs.
         attention_capturable: whether the attention backend launches the same kernels whatever a batch holds.
         collectives_capturable: whether the collectives run on the device.
 
@@ -82,7 +82,7 @@ def supported_mode(
     if GraphMode.PIECEWISE in (decode, mixed) and not split:
         decode = decode if decode is GraphMode.FULL else GraphMode.NONE
         mixed = GraphMode.NONE
-        reasons.append("without compilation there are no pieces to capture (use -O1 or higher)")
+        reasons.append("without compilation there are no subgraphs to capture (use -O1 or higher)")
     if not reasons:
         return mode, ""
     found = GraphMode.of(decode, mixed)

@@ -1,7 +1,7 @@
 """Graphs on the CPU: a replay with the contract of a CUDA graph.
 
 Captured once for a padded size, bound to the static inputs, and afterwards run without any Python of the model: of a
-module every op was recorded (``record.py``, ``tape.py``), of a compiled replica the stages are called one by one
+module every op was recorded (``record.py``, ``tape.py``), of a compiled model the stages are called one by one
 (``staged.py``). Ops that read the forward context, attention above all, read that of the step being replayed, so here
 one tape serves decode and mixed batches alike. Its bits are those of running the model at the same size.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from workers.attention.base import AttentionMetadata
-from workers.compile.replica import Replica
+from workers.compile.compiled_model import CompiledModel
 from workers.forward_context import forward_context
 from workers.graphs.arena import Arena
 from workers.graphs.dispatcher import Dispatch
@@ -32,7 +32,7 @@ class CpuReplay:
     """The tapes of one forward pass.
 
     Args:
-        forward: a compiled replica, a module, or a function that is compiled as a whole.
+        forward: a compiled model, a module, or a function that is compiled as a whole.
         inputs: the static inputs.
         make_context: see :data:`~workers.graphs.inputs.MakeContext`.
         direct: Python functions to call in place of ops.
@@ -43,7 +43,7 @@ class CpuReplay:
         self._inputs = inputs
         self._make_context = make_context
         self._direct = direct
-        self._staged = StagedTapes(forward, direct) if isinstance(forward, Replica) else None
+        self._staged = StagedTapes(forward, direct) if isinstance(forward, CompiledModel) else None
         self.discard()
 
     def discard(self) -> None:

@@ -1,4 +1,4 @@
-"""Replays a compiled replica on the CPU: its stages one after another over a table of values.
+"""Replays a compiled model on the CPU: its stages one after another over a table of values.
 
 Values that never change (parameters, constants, the static inputs of a size) stand in the table for good; others are
 dropped at their last use. PIECEWISE runs every stage as it is. FULL also takes the stages of splitting ops apart and
@@ -16,31 +16,31 @@ from typing import Any
 
 import torch
 
-from workers.compile.replica import Replica, Stage
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.graphs.splitting_ops import Input, Result, list_ops
 from workers.graphs.tape import Direct
 
 
-def starting_values(replica: Replica, input_ids: torch.Tensor, positions: torch.Tensor) -> list[Any]:
+def starting_values(model: CompiledModel, input_ids: torch.Tensor, positions: torch.Tensor) -> list[Any]:
     """The table of values before the first stage runs."""
-    values: list[Any] = [None] * replica.num_values
-    for index, value in replica.bound.items():
+    values: list[Any] = [None] * model.num_values
+    for index, value in model.bound.items():
         values[index] = value
-    values[replica.inputs["input_ids"]] = input_ids
-    values[replica.inputs["positions"]] = positions
-    if replica.num_tokens_index is not None:
-        values[replica.num_tokens_index] = input_ids.shape[0]
+    values[model.inputs["input_ids"]] = input_ids
+    values[model.inputs["positions"]] = positions
+    if model.num_tokens_index is not None:
+        values[model.num_tokens_index] = input_ids.shape[0]
     return values
 
 
-def last_uses(replica: Replica) -> list[tuple[int, ...]]:
+def last_uses(model: CompiledModel) -> list[tuple[int, ...]]:
     """For each stage, what other stages made and it is the last to take. The result of all is not among them.
 
-    Unlike ``Replica.kills`` this leaves the step's inputs alone, which stay bound.
+    Unlike ``CompiledModel.kills`` this leaves the step's inputs alone, which stay bound.
     """
-    made = {index for stage in replica.stages for index in stage.outputs} - {replica.output}
-    last = {index: number for number, stage in enumerate(replica.stages) for index in stage.inputs if index in made}
-    return [tuple(index for index, use in last.items() if use == number) for number in range(len(replica.stages))]
+    made = {index for stage in model.stages for index in stage.outputs} - {model.output}
+    last = {index: number for number, stage in enumerate(model.stages) for index in stage.inputs if index in made}
+    return [tuple(index for index, use in last.items() if use == number) for number in range(len(model.stages))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,31 +98,31 @@ class StagedTape:
 
 
 class StagedTapes:
-    """Makes the tapes of one replica; their steps are the same for all sizes.
+    """Makes the tapes of one model; their steps are the same for all sizes.
 
     Args:
-        replica: compiled.
+        model: compiled.
         direct: what FULL calls in place of an op.
     """
 
-    def __init__(self, replica: Replica, direct: Direct) -> None:
-        self._replica = replica
+    def __init__(self, model: CompiledModel, direct: Direct) -> None:
+        self._model = model
         self._direct = direct
         self._constants: list[Any] = []
-        self._pieces, self._whole = list[Step](), list[Step]()
-        for stage, drop in zip(replica.stages, last_uses(replica), strict=True):
+        self._subgraphs, self._whole = list[Step](), list[Step]()
+        for stage, drop in zip(model.stages, last_uses(model), strict=True):
             step = Step(_taker(stage.inputs), drop, stage.run, True, stage.outputs)
-            self._pieces.append(step)
+            self._subgraphs.append(step)
             self._whole += (stage.kind == "op" and self._take_apart(stage, drop)) or [step]
 
     def tape(self, full: bool, input_ids: torch.Tensor, positions: torch.Tensor) -> StagedTape:
         """The replay of the size that the inputs have."""
-        values = starting_values(self._replica, input_ids, positions) + self._constants
-        return StagedTape(self._whole if full else self._pieces, values, self._replica.output)
+        values = starting_values(self._model, input_ids, positions) + self._constants
+        return StagedTape(self._whole if full else self._subgraphs, values, self._model.output)
 
     def _take_apart(self, stage: Stage, drop: tuple[int, ...]) -> list[Step]:
         """A step for each op of a stage; nothing if it has to stay whole."""
-        known = [self._replica.bound.get(index) for index in stage.inputs]
+        known = [self._model.bound.get(index) for index in stage.inputs]
         ops = list_ops(stage.run, [None if isinstance(value, torch.Tensor) else value for value in known])
         if ops is None or not ops.calls:
             return []
@@ -150,7 +150,7 @@ class StagedTapes:
     def _add_constant(self, value: Any) -> int:
         """A new place in the table that holds ``value`` from the start."""
         self._constants.append(value)
-        return self._replica.num_values + len(self._constants) - 1
+        return self._model.num_values + len(self._constants) - 1
 
 
 def _timed(run: Callable[..., Any], spent: list[float], *args: Any) -> Any:

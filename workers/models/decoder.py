@@ -5,7 +5,7 @@ Each normalisation takes the sum that precedes it along (``norm(x, residual)``),
 row-parallel layer, the addition and the norm stand side by side and can become one op.
 
 No rank, device or collective appears here: layers know their cut. ``forward`` never branches on a tensor's value, so
-the whole replica can be traced as one graph.
+the whole model can be traced as one graph.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class DecoderModel(nn.Module):
 
 
 class DecoderForCausalLM(nn.Module):
-    """One rank's replica of a decoder-only language model. A family subclasses it and adds what no config says.
+    """One rank's shard of a decoder-only language model. A family subclasses it and adds what no config says.
 
     Build it under ``torch.device("meta")``; ``workers/weights.py`` fills it.
 

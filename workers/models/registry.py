@@ -33,7 +33,7 @@ def build_model(
     dtype: torch.dtype,
     quant_config: QuantConfig | None = None,
 ) -> DecoderForCausalLM:
-    """One rank's replica on the meta device: shapes without memory. ``workers/weights.py`` fills it.
+    """One rank's model on the meta device: shapes without memory. ``workers/weights.py`` fills it.
 
     Raises:
         ConfigError: the architecture is unknown.

@@ -49,7 +49,7 @@ FOUND: dict[str, Any] = {
     "group": {"collectives": "none"},
     "weights": {"bytes_read": 0},
     "kv_cache_size": 7,
-    "compile": {"compiled_pieces": 0, "distinct_pieces": 0, "cache_hits": 0, "pieces": 0, "mode": "NONE"},
+    "compile": {"compiled_subgraphs": 0, "distinct_subgraphs": 0, "cache_hits": 0, "subgraphs": 0, "mode": "NONE"},
     "use_compiled": [],
     "capture": {"graphs": 0},
     "ready": {"config": "same"},

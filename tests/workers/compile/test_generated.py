@@ -127,8 +127,8 @@ def test_a_loop_that_comes_from_no_file_is_refused() -> None:
         loop_file(lambda: None)
 
 
-def test_tracebacks_name_the_piece() -> None:
+def test_tracebacks_name_the_subgraph() -> None:
     run = make_callable(GeneratedCode("def call(args):\n    raise ValueError(inf)\n", (), ()), {}, "0123abc")
     with pytest.raises(NameError) as caught:
         run([])
-    assert caught.traceback[-1].path.__str__().endswith("<compiled piece 0123abc>")
+    assert caught.traceback[-1].path.__str__().endswith("<compiled subgraph 0123abc>")

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def any_config(cache_dir: Path) -> dict[str, Any]:
-    """Arguments of ``compile_replica`` for a model that is nobody's."""
+    """Arguments of ``compile_model`` for a model that is nobody's."""
     model_config = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, 32, 64)
     return {
         "config": EngineConfig(cache_dir=str(cache_dir)), "model_config": model_config, "platform": CpuPlatform(),

@@ -63,7 +63,7 @@ def test_higher_levels_ask_for_more_and_a_platform_makes_what_it_has(monkeypatch
         (CompileMode.PIECEWISE, "PIECEWISE", "PIECEWISE"),
     ],
 )
-def test_piecewise_graphs_need_pieces(mode: CompileMode, asked: str, remains: str) -> None:
+def test_piecewise_graphs_need_subgraphs(mode: CompileMode, asked: str, remains: str) -> None:
     found = resolve_level(EngineConfig(cudagraph_mode=asked), CPU, mode=mode)
     assert (found.mode, found.graph_mode) == (mode, remains)
     assert bool(found.warnings) == (asked != remains)

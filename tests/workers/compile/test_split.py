@@ -1,4 +1,4 @@
-"""Cut at attention, in the original order, into pieces that know no layer (rows 36, 37, traps b and d)."""
+"""Cut at attention, in the original order, into subgraphs that know no layer (rows 36, 37, traps b and d)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from parallel.group import single_rank_group
 from runtime.common.model_config import load_model_config
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.compile.models import SIZE, TinyModel
-from tests.workers.models.replica import Replica
+from tests.workers.models.harness import ModelHarness
 from workers.compile.errors import CompileError
 from workers.compile.plan import make_plan
-from workers.compile.split import SPLITTING_OPS, PieceGraph, Segment, op_name, piece_graph, split_graph
-from workers.compile.tracing import TracedReplica, trace_replica
+from workers.compile.split import SPLITTING_OPS, Segment, Subgraph, make_subgraph, op_name, split_graph
+from workers.compile.tracing import TracedModel, trace_model
 from workers.forward_context import ForwardContext, forward_context
 from workers.models.registry import build_model
 
@@ -26,22 +26,22 @@ ATTENTION = "lockstep::attention"
 UPDATE = "lockstep::kv_cache_update"
 
 
-def trace(model: nn.Module) -> TracedReplica:
-    return trace_replica(model, num_tokens=13, device=CPU)
+def trace(model: nn.Module) -> TracedModel:
+    return trace_model(model, num_tokens=13, device=CPU)
 
 
-def trace_kind(kind: str, **settings: Any) -> TracedReplica:
+def trace_kind(kind: str, **settings: Any) -> TracedModel:
     config = load_model_config(tiny_checkpoint(kind, **settings))
     return trace(build_model(config, group=single_rank_group(CPU), dtype=torch.float32).to_empty(device=CPU))
 
 
 @pytest.fixture(scope="module")
-def traced() -> TracedReplica:
+def traced() -> TracedModel:
     return trace_kind("llama-bias", num_hidden_layers=5)
 
 
 @pytest.fixture(scope="module")
-def segments(traced: TracedReplica) -> list[Segment]:
+def segments(traced: TracedModel) -> list[Segment]:
     return split_graph(traced.graph, traced.tokens)
 
 
@@ -49,16 +49,16 @@ def ops_of(segment: Segment) -> list[str]:
     return [op_name(node.target) for node in segment.nodes]
 
 
-def graphs(traced: TracedReplica, segments: list[Segment]) -> list[PieceGraph]:
-    return [piece_graph(segment, traced.tokens) for segment in segments if segment.kind == "piece"]
+def graphs(traced: TracedModel, segments: list[Segment]) -> list[Subgraph]:
+    return [make_subgraph(segment, traced.tokens) for segment in segments if segment.kind == "subgraph"]
 
 
 def test_splitting_ops_are_the_kv_update_and_attention() -> None:
     assert set(SPLITTING_OPS) == {ATTENTION, UPDATE}
 
 
-def test_pieces_and_ops_alternate_and_consecutive_ops_share_a_stage(segments: list[Segment]) -> None:
-    assert [segment.kind for segment in segments] == ["piece", "op"] * 5 + ["piece"]
+def test_subgraphs_and_ops_alternate_and_consecutive_ops_share_a_stage(segments: list[Segment]) -> None:
+    assert [segment.kind for segment in segments] == ["subgraph", "op"] * 5 + ["subgraph"]
     for segment in segments:
         if segment.kind == "op":
             assert ops_of(segment) == [UPDATE, ATTENTION]
@@ -66,14 +66,14 @@ def test_pieces_and_ops_alternate_and_consecutive_ops_share_a_stage(segments: li
             assert not set(ops_of(segment)) & set(SPLITTING_OPS)
 
 
-def test_the_order_of_the_graph_is_kept(traced: TracedReplica, segments: list[Segment]) -> None:
+def test_the_order_of_the_graph_is_kept(traced: TracedModel, segments: list[Segment]) -> None:
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
     places = [order[node] for segment in segments for node in segment.nodes]
     assert places == sorted(places)
     assert len(places) == sum(node.op not in ("placeholder", "output") for node in traced.graph.nodes)
 
 
-def test_a_stage_takes_only_what_was_made_before(traced: TracedReplica, segments: list[Segment]) -> None:
+def test_a_stage_takes_only_what_was_made_before(traced: TracedModel, segments: list[Segment]) -> None:
     made = {node for node in traced.graph.nodes if node.op == "placeholder"}
     for segment in segments:
         assert set(segment.inputs) <= made
@@ -81,14 +81,14 @@ def test_a_stage_takes_only_what_was_made_before(traced: TracedReplica, segments
         made |= set(segment.outputs)
 
 
-def test_the_middle_pieces_of_all_layers_are_one(traced: TracedReplica, segments: list[Segment]) -> None:
+def test_the_middle_subgraphs_of_all_layers_are_one(traced: TracedModel, segments: list[Segment]) -> None:
     texts = [graph.text for graph in graphs(traced, segments)]
     assert len(texts) == 6
     assert len(set(texts)) == 3
     assert len(set(texts[1:-1])) == 1
 
 
-def test_a_piece_names_no_layer_and_no_parameter(traced: TracedReplica, segments: list[Segment]) -> None:
+def test_a_subgraph_names_no_layer_and_no_parameter(traced: TracedModel, segments: list[Segment]) -> None:
     for graph in graphs(traced, segments):
         code = graph.text + graph.module.code
         for name in ("layer", "proj", "embed_tokens", "parameters", "modules"):
@@ -96,8 +96,8 @@ def test_a_piece_names_no_layer_and_no_parameter(traced: TracedReplica, segments
 
 
 @pytest.mark.slow
-def test_windows_and_layer_counts_make_no_new_pieces(traced: TracedReplica, segments: list[Segment]) -> None:
-    def texts(traced: TracedReplica) -> set[str]:
+def test_windows_and_layer_counts_make_no_new_subgraphs(traced: TracedModel, segments: list[Segment]) -> None:
+    def texts(traced: TracedModel) -> set[str]:
         return {graph.text for graph in graphs(traced, split_graph(traced.graph, traced.tokens))}
 
     assert texts(trace_kind("llama-bias")) == {graph.text for graph in graphs(traced, segments)}
@@ -105,35 +105,37 @@ def test_windows_and_layer_counts_make_no_new_pieces(traced: TracedReplica, segm
     assert texts(trace_kind("llama")) != texts(trace_kind("qwen3"))
 
 
-def test_without_splitting_ops_all_is_one_piece() -> None:
+def test_without_splitting_ops_all_is_one_subgraph() -> None:
     traced = trace_kind("llama")
     (segment,) = split_graph(traced.graph, traced.tokens, ())
-    assert segment.kind == "piece"
+    assert segment.kind == "subgraph"
     assert ops_of(segment).count(ATTENTION) == 3
 
 
 @pytest.mark.parametrize("kind", ["llama-bias", "llama3", "mistral", "qwen3-bias"])
 def test_the_cut_graph_run_as_it_is_equals_the_model(kind: str) -> None:
-    replica = Replica(tiny_checkpoint(kind), single_rank_group(CPU))
-    traced = trace(replica.model)
+    harness = ModelHarness(tiny_checkpoint(kind), single_rank_group(CPU))
+    traced = trace(harness.model)
     segments = split_graph(traced.graph, traced.tokens)
-    pieces = {segment: (piece_graph(segment, traced.tokens), "") for segment in segments if segment.kind == "piece"}
-    numbered = {segment: (graph, str(number)) for number, (segment, (graph, _)) in enumerate(pieces.items())}
+    subgraphs = {
+        segment: (make_subgraph(segment, traced.tokens), "") for segment in segments if segment.kind == "subgraph"
+    }
+    numbered = {segment: (graph, str(number)) for number, (segment, (graph, _)) in enumerate(subgraphs.items())}
     runs = {key: (lambda inputs, run=graph.module: run(*inputs)) for graph, key in numbered.values()}
-    compiled = make_plan(traced, segments, numbered).bind(replica.model, runs)
+    compiled = make_plan(traced, segments, numbered).bind(harness.model, runs)
     for first, second in (([1, 2, 3, 4, 5], [6]), ([9], [7, 8])):
         for request, tokens in enumerate((first, second)):
             found, expected = (
-                _hidden(replica, forward, base + request, tokens)
-                for base, forward in ((0, compiled), (100, replica.model))
+                _hidden(harness, forward, base + request, tokens)
+                for base, forward in ((0, compiled), (100, harness.model))
             )
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @torch.inference_mode()
-def _hidden(replica: Replica, forward: Any, request: int, tokens: list[int]) -> torch.Tensor:
-    *inputs, metadata = replica.prepare([(request, tokens)], padding=2)
-    with forward_context(ForwardContext(metadata, replica.model.attention_layers, replica.kv_caches)):
+def _hidden(harness: ModelHarness, forward: Any, request: int, tokens: list[int]) -> torch.Tensor:
+    *inputs, metadata = harness.prepare([(request, tokens)], padding=2)
+    with forward_context(ForwardContext(metadata, harness.model.attention_layers, harness.kv_caches)):
         return forward(*inputs)[: len(tokens)]
 
 
@@ -179,14 +181,14 @@ class HandsAShapeOn(TinyModel):
         return attend(x, "a") + torch.zeros(shape)
 
 
-def cut(model: nn.Module) -> tuple[TracedReplica, list[Segment]]:
+def cut(model: nn.Module) -> tuple[TracedModel, list[Segment]]:
     traced = trace(model)
     return traced, split_graph(traced.graph, traced.tokens)
 
 
 def test_elements_of_a_tuple_are_taken_where_it_was_made() -> None:
     _, segments = cut(TakesHalvesAcrossACut())
-    assert [segment.kind for segment in segments] == ["piece", "op", "piece"]
+    assert [segment.kind for segment in segments] == ["subgraph", "op", "subgraph"]
     assert all(isinstance(node.meta["example_value"], torch.Tensor) for node in segments[0].outputs)
 
 
@@ -195,7 +197,7 @@ def test_two_attentions_in_a_row_are_one_stage() -> None:
     assert [ops_of(segment) for segment in segments if segment.kind == "op"] == [[ATTENTION, ATTENTION]]
 
 
-def test_the_number_of_tokens_is_handed_to_every_piece() -> None:
+def test_the_number_of_tokens_is_handed_to_every_subgraph() -> None:
     traced, segments = cut(CountsTokensAfterACut())
     first, last = graphs(traced, segments)
     assert first.inputs[0] is last.inputs[0] is traced.tokens
@@ -224,7 +226,7 @@ def test_what_cannot_cross_a_cut_is_an_error_that_names_it() -> None:
         split_graph(traced.graph, traced.tokens)
 
 
-def test_canonical_graphs_are_valid(traced: TracedReplica, segments: list[Segment]) -> None:
+def test_canonical_graphs_are_valid(traced: TracedModel, segments: list[Segment]) -> None:
     for graph in graphs(traced, segments):
         assert isinstance(graph.module, fx.GraphModule)
         graph.module.graph.lint()

@@ -16,15 +16,15 @@ from tests.workers.compile import models
 from tests.workers.compile.models import TinyModel, line_of
 from workers.compile.errors import TraceError
 from workers.compile.split import op_name
-from workers.compile.tracing import Capture, TracedReplica, trace_replica
+from workers.compile.tracing import Capture, TracedModel, trace_model
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
 
 CPU = torch.device("cpu")
 
 
-def trace(model: nn.Module, num_tokens: int = 13, capture: Capture | None = None) -> TracedReplica:
-    return trace_replica(model, num_tokens=num_tokens, device=CPU, capture=capture)
+def trace(model: nn.Module, num_tokens: int = 13, capture: Capture | None = None) -> TracedModel:
+    return trace_model(model, num_tokens=num_tokens, device=CPU, capture=capture)
 
 
 @pytest.fixture(scope="module")
@@ -35,27 +35,27 @@ def model() -> DecoderForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def traced(model: DecoderForCausalLM) -> TracedReplica:
+def traced(model: DecoderForCausalLM) -> TracedModel:
     return trace(model)
 
 
-def calls(traced: TracedReplica) -> list[fx.Node]:
+def calls(traced: TracedModel) -> list[fx.Node]:
     return [node for node in traced.graph.nodes if node.op not in ("placeholder", "output")]
 
 
-def test_the_graph_holds_placeholders_calls_and_one_output(traced: TracedReplica) -> None:
+def test_the_graph_holds_placeholders_calls_and_one_output(traced: TracedModel) -> None:
     assert {node.op for node in calls(traced)} <= {"call_function", "call_method"}
     assert sum(node.op == "output" for node in traced.graph.nodes) == 1
 
 
-def test_the_layer_loop_leaves_only_its_ops(model: DecoderForCausalLM, traced: TracedReplica) -> None:
+def test_the_layer_loop_leaves_only_its_ops(model: DecoderForCausalLM, traced: TracedModel) -> None:
     ops = [op_name(node.target) for node in calls(traced)]
     assert ops.count("lockstep::attention") == ops.count("lockstep::kv_cache_update") == model.config.num_layers
     names = [node.args[4] for node in calls(traced) if op_name(node.target) == "lockstep::attention"]
     assert names == list(model.attention_layers)
 
 
-def test_parameters_are_inputs_and_no_cache_is(model: DecoderForCausalLM, traced: TracedReplica) -> None:
+def test_parameters_are_inputs_and_no_cache_is(model: DecoderForCausalLM, traced: TracedModel) -> None:
     used = {name for name, _ in model.named_parameters()} | {"model.rotary_emb.table"}
     assert set(traced.bound.values()) == used  # the head is tied and outside of forward
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -63,7 +63,7 @@ def test_parameters_are_inputs_and_no_cache_is(model: DecoderForCausalLM, traced
     assert len(placeholders) == len(used) + 3
 
 
-def test_the_token_dimension_is_a_symbol_everywhere(traced: TracedReplica) -> None:
+def test_the_token_dimension_is_a_symbol_everywhere(traced: TracedModel) -> None:
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0][0]
     for node in (*traced.step_inputs.values(), output):
         assert node.meta["example_value"].shape[0].node.expr == traced.tokens.meta["example_value"].node.expr

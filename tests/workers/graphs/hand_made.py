@@ -1,4 +1,4 @@
-"""A replica cut at its splitting ops but not compiled: each piece is an FX graph run by Python.
+"""A model cut at its splitting ops but not compiled: each subgraph is an FX graph run by Python.
 
 It has the form that ``workers/compile/`` gives, at no cost of compiling, so graphs can be tested by themselves.
 """
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from workers.compile.replica import Replica, Stage
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.models.decoder import DecoderForCausalLM
 
 SPLITTING = (torch.ops.lockstep.attention, torch.ops.lockstep.kv_cache_update)
 
 
-def hand_made_replica(model: DecoderForCausalLM) -> Replica:
-    """The replica of a model, traced for any number of tokens."""
+def hand_made_model(model: DecoderForCausalLM) -> CompiledModel:
+    """The model of a model, traced for any number of tokens."""
     graph, given = _trace(model)
     index = {node: number for number, node in enumerate(graph.nodes)}
     bound: dict[int, Any] = {}
@@ -37,9 +37,9 @@ def hand_made_replica(model: DecoderForCausalLM) -> Replica:
     calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
     stages: list[Stage] = []
     for splits, nodes in itertools.groupby(calls, key=lambda node: node.target in SPLITTING):
-        stages.append(_stage("op" if splits else "piece", list(nodes), index))
+        stages.append(_stage("op" if splits else "subgraph", list(nodes), index))
     (output,) = next(node for node in graph.nodes if node.op == "output").args[0]
-    return Replica(
+    return CompiledModel(
         stages=stages,
         num_values=len(index),
         bound=bound,
@@ -87,7 +87,7 @@ def _stage(kind: Any, nodes: list[fx.Node], index: dict[fx.Node, int]) -> Stage:
 
     def run(values: list[Any]) -> list[Any]:
         given = values.copy()
-        values.clear()  # A compiled piece may do so.
+        values.clear()  # A compiled subgraph may do so.
         return module.forward(*given)
 
     return Stage(kind, nodes[0].name, run, tuple(map(index.__getitem__, taken)), tuple(map(index.__getitem__, made)))

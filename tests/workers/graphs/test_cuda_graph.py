@@ -15,10 +15,10 @@ from torch import nn
 from parallel.group import single_rank_group
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.fake_cuda import FakeCuda, fake_cuda
-from tests.workers.graphs.hand_made import hand_made_replica
+from tests.workers.graphs.hand_made import hand_made_model
 from tests.workers.graphs.rank import STEPS, Outcome, Rank
 from workers.attention.triton_paged import TritonPagedAttention
-from workers.compile.replica import Replica, Stage
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.graphs import cuda_graph
 from workers.graphs.cuda_graph import CudaGraphs
 from workers.graphs.dispatcher import Captured, Dispatch
@@ -50,7 +50,7 @@ class Capturable(TritonPagedAttention):
 class DeviceRank(Rank):
     """A rank whose graphs are CUDA graphs, though everything is on the CPU."""
 
-    def __init__(self, mode: GraphMode, sizes: CaptureSizes, compiled: Any = hand_made_replica) -> None:
+    def __init__(self, mode: GraphMode, sizes: CaptureSizes, compiled: Any = hand_made_model) -> None:
         super().__init__(
             tiny_checkpoint("llama"), single_rank_group(CPU), "float32", GraphMode.NONE, compiled=compiled, sizes=sizes
         )
@@ -71,10 +71,10 @@ class DeviceRank(Rank):
         self.graphs.capture()
 
 
-def chain(run: Callable[[list[Any]], list[Any]] = lambda values: [values[0].float() + 1]) -> Replica:
-    """Three pieces, each of which takes what the one before it gave; the first takes the token ids."""
-    stages = [Stage("piece", str(n), run, (0 if n == 0 else n + 1,), (n + 2,)) for n in range(3)]
-    return Replica(
+def chain(run: Callable[[list[Any]], list[Any]] = lambda values: [values[0].float() + 1]) -> CompiledModel:
+    """Three subgraphs, each of which takes what the one before it gave; the first takes the token ids."""
+    stages = [Stage("subgraph", str(n), run, (0 if n == 0 else n + 1,), (n + 2,)) for n in range(3)]
+    return CompiledModel(
         stages=stages, num_values=5, bound={}, inputs={"input_ids": 0, "positions": 1}, num_tokens_index=None, output=4
     )
 
@@ -82,7 +82,7 @@ def chain(run: Callable[[list[Any]], list[Any]] = lambda values: [values[0].floa
 SIZES = CaptureSizes(decode=(1, 2, 4), mixed=(3, 8))
 
 
-def test_pieces_are_captured_largest_first_from_one_pool(fake_cuda: FakeCuda) -> None:
+def test_subgraphs_are_captured_largest_first_from_one_pool(fake_cuda: FakeCuda) -> None:
     rank = DeviceRank(GraphMode.FULL_AND_PIECEWISE, SIZES)
     rank.graphs.warm_up()
     assert fake_cuda.graphs == 0
@@ -162,8 +162,8 @@ def test_a_module_is_captured_whole(fake_cuda: FakeCuda) -> None:
     assert torch.equal(found.hidden, plain.step(step, 4).hidden)
 
 
-def test_graphs_do_not_hold_what_pieces_made(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece's results belong to the pool: held until their last use, so that later pieces lie in their memory."""
+def test_graphs_do_not_hold_what_subgraphs_made(fake_cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool owns a subgraph's results; they are held until their last use, then their memory is reused."""
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[list[bool]] = []
 
@@ -191,8 +191,8 @@ def test_graphs_do_not_hold_what_pieces_made(fake_cuda: FakeCuda, monkeypatch: p
         assert torch.equal(graphs.replay(key, metadata), torch.arange(4.0) + 3)
 
 
-def test_results_of_ops_are_put_where_pieces_look_for_them(fake_cuda: FakeCuda) -> None:
-    """A stage of ops may give tensors of its own; a captured piece reads a fixed address."""
+def test_results_of_ops_are_put_where_subgraphs_look_for_them(fake_cuda: FakeCuda) -> None:
+    """A stage of ops may give tensors of its own; a captured subgraph reads a fixed address."""
 
     def double(values: list[Any]) -> list[Any]:
         return [values[0] * 2]
@@ -200,14 +200,14 @@ def test_results_of_ops_are_put_where_pieces_look_for_them(fake_cuda: FakeCuda) 
     def add_one(values: list[Any]) -> list[Any]:
         return [values[0] + 1.0]
 
-    stages = [Stage("piece", "p", add_one, (0,), (2,)), Stage("op", "o", double, (2,), (3,))]
-    longer = [*stages, Stage("piece", "q", add_one, (3,), (4,))]
+    stages = [Stage("subgraph", "p", add_one, (0,), (2,)), Stage("op", "o", double, (2,), (3,))]
+    longer = [*stages, Stage("subgraph", "q", add_one, (3,), (4,))]
     for cut, output, expected in ((stages, 3, [2.0, 4.0]), (longer, 4, [3.0, 5.0])):
-        replica = Replica(
+        model = CompiledModel(
             stages=cut, num_values=5, bound={}, inputs={"input_ids": 0, "positions": 1}, num_tokens_index=None,
             output=output,
         )  # fmt: skip
-        rank = DeviceRank(GraphMode.PIECEWISE, CaptureSizes((), (2,)), lambda _, replica=replica: replica)
+        rank = DeviceRank(GraphMode.PIECEWISE, CaptureSizes((), (2,)), lambda _, model=model: model)
         rank.capture()
         metadata = rank.graphs._inputs.idle(2)
         rank.graphs._inputs.tokens(2)[0].copy_(torch.tensor([0, 1]))

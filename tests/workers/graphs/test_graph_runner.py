@@ -11,7 +11,7 @@ import torch
 
 from parallel.group import single_rank_group
 from tests.checkpoints import tiny_checkpoint
-from tests.workers.graphs.hand_made import hand_made_replica
+from tests.workers.graphs.hand_made import hand_made_model
 from tests.workers.graphs.rank import SIZES, STEPS, Rank
 from workers.graphs.dispatcher import Captured, Dispatch
 from workers.graphs.modes import GraphMode
@@ -92,7 +92,7 @@ def test_buffers_of_another_size_are_noticed() -> None:
         one.graphs.run(one.graphs.choose(3, 3, 1), batch.metadata)
 
 
-@pytest.mark.parametrize("compiled", [lambda model: model, hand_made_replica])
+@pytest.mark.parametrize("compiled", [lambda model: model, hand_made_model])
 def test_time_within_ops_is_part_of_the_time_of_a_step(compiled: Any) -> None:
     timed = rank(FULL, compiled=compiled)
     timed.graphs.capture()

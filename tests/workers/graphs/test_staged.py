@@ -1,4 +1,4 @@
-"""Replays of a replica in stages: bits, what FULL takes apart, what the table keeps."""
+"""Replays of a model in stages: bits, what FULL takes apart, what the table keeps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from parallel.group import TensorParallelGroup, single_rank_group
 from tests.checkpoints import tiny_checkpoint
 from tests.dist.ranks import run_ranks
-from tests.workers.graphs.hand_made import hand_made_replica
+from tests.workers.graphs.hand_made import hand_made_model
 from tests.workers.graphs.rank import Rank, compare_with_none
 from tests.workers.graphs.test_replay import WAYS
 from workers.attention.attention_op import attention
 from workers.attention.kv_cache_update_op import kv_cache_update
-from workers.compile.replica import Replica, Stage
+from workers.compile.compiled_model import CompiledModel, Stage
 from workers.graphs.modes import GraphMode
 from workers.graphs.staged import StagedTapes, last_uses
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def _compare(group: TensorParallelGroup, folder: str, dtype: str) -> list[str]:
-    return compare_with_none(group, folder, dtype, "FULL_AND_PIECEWISE", hand_made_replica)
+    return compare_with_none(group, folder, dtype, "FULL_AND_PIECEWISE", hand_made_model)
 
 
 @pytest.mark.parametrize(("dtype", "tp_size"), [("bfloat16", 1), ("float32", 2)])
@@ -33,12 +33,12 @@ def test_bits_are_those_of_none(dtype: str, tp_size: int) -> None:
     assert ways == [WAYS["FULL_AND_PIECEWISE"]] * tp_size
 
 
-def test_a_split_replica_is_right_without_graphs() -> None:
-    """Trap d. Its pieces are the model's own ops, so even the bits are the same."""
+def test_a_split_model_is_right_without_graphs() -> None:
+    """Trap d. Its subgraphs are the model's own ops, so even the bits are the same."""
     folder = tiny_checkpoint("qwen3")
     split, whole = (
         Rank(folder, single_rank_group(CPU), "float32", GraphMode.NONE, **given)
-        for given in ({"compiled": hand_made_replica}, {})
+        for given in ({"compiled": hand_made_model}, {})
     )
     for step in ([(0, 5), (1, 3)], [(0, 1), (1, 1)]):
         assert torch.equal(split.step(step).hidden, whole.step(step).hidden)
@@ -59,7 +59,7 @@ def test_full_calls_the_functions_behind_the_ops() -> None:
     direct = {ops.kv_cache_update.default: write, ops.attention.default: attend}
     rank = Rank(
         tiny_checkpoint("llama"), single_rank_group(CPU), "float32", GraphMode.FULL_AND_PIECEWISE,
-        compiled=hand_made_replica, direct=direct,
+        compiled=hand_made_model, direct=direct,
     )  # fmt: skip
     rank.graphs.capture()
     assert rank.step([(0, 2)]).choice.mode is GraphMode.PIECEWISE
@@ -68,10 +68,10 @@ def test_full_calls_the_functions_behind_the_ops() -> None:
     assert called == [f"{what} {layer}" for layer in rank.model.attention_layers for what in ("write", "attend")]
 
 
-def _replica(*stages: Stage, output: int, bound: dict[int, Any] | None = None) -> Replica:
+def _model(*stages: Stage, output: int, bound: dict[int, Any] | None = None) -> CompiledModel:
     """Over values 0 (input_ids), 1 (positions) and what stages make."""
     values = 1 + max(index for stage in stages for index in (*stage.inputs, *stage.outputs))
-    return Replica(
+    return CompiledModel(
         stages=stages, num_values=values, bound=bound or {}, inputs={"input_ids": 0, "positions": 1},
         num_tokens_index=None, output=output,
     )  # fmt: skip
@@ -88,10 +88,10 @@ def test_values_are_dropped_at_their_last_use() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    chain = [Stage("piece", str(n), run, (0 if n == 0 else n + 1,), (n + 2,)) for n in range(3)]
-    replica = _replica(*chain, output=4)
-    assert last_uses(replica) == [(), (2,), (3,)]
-    tape = StagedTapes(replica, {}).tape(False, torch.arange(4), torch.arange(4))
+    chain = [Stage("subgraph", str(n), run, (0 if n == 0 else n + 1,), (n + 2,)) for n in range(3)]
+    model = _model(*chain, output=4)
+    assert last_uses(model) == [(), (2,), (3,)]
+    tape = StagedTapes(model, {}).tape(False, torch.arange(4), torch.arange(4))
     for _ in range(2):
         made.clear()
         alive.clear()

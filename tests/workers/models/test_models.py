@@ -14,7 +14,7 @@ from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig, load_model_config
 from tests.checkpoints import KINDS, prompts, reference_logits, tiny_checkpoint
 from tests.dist.ranks import run_ranks
-from tests.workers.models.replica import Replica, run_schedules
+from tests.workers.models.harness import ModelHarness, run_schedules
 from workers.forward_context import ForwardContext, forward_context
 from workers.models.registry import MODELS, build_model
 
@@ -52,35 +52,35 @@ def test_window_is_smaller_than_the_prompts(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_bfloat16_is_as_near_to_the_truth_as_transformers(kind: str) -> None:
     stored = tiny_checkpoint(kind, dtype="bfloat16")
-    found = Replica(stored, single_rank_group(CPU)).step([(0, SEQUENCES[0])])
+    found = ModelHarness(stored, single_rank_group(CPU)).step([(0, SEQUENCES[0])])
     theirs = reference_logits(stored, SEQUENCES[0]).float()
-    exact = Replica(stored, single_rank_group(CPU), "float32").step([(0, SEQUENCES[0])])
+    exact = ModelHarness(stored, single_rank_group(CPU), "float32").step([(0, SEQUENCES[0])])
     assert (found - exact).std() < 1.2 * (theirs - exact).std()
     assert (found - theirs).std() < 0.01 * exact.std()
 
 
 def test_traces_as_one_graph_for_every_number_of_tokens() -> None:
-    replica = Replica(tiny_checkpoint("qwen3"), single_rank_group(CPU))
+    harness = ModelHarness(tiny_checkpoint("qwen3"), single_rank_group(CPU))
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
         graphs.append(graph)
         return graph
 
-    compiled = torch.compile(replica.model, backend=keep, fullgraph=True)
+    compiled = torch.compile(harness.model, backend=keep, fullgraph=True)
     for request, tokens in enumerate(SEQUENCES[::2]):
-        *inputs, metadata = replica.prepare([(request, tokens)])
-        for tensor, dim in zip(inputs, replica.model.dynamic_arg_dims.values(), strict=True):
+        *inputs, metadata = harness.prepare([(request, tokens)])
+        for tensor, dim in zip(inputs, harness.model.dynamic_arg_dims.values(), strict=True):
             torch._dynamo.mark_dynamic(tensor, dim)
         with (
             torch.no_grad(),
-            forward_context(ForwardContext(metadata, replica.model.attention_layers, replica.kv_caches)),
+            forward_context(ForwardContext(metadata, harness.model.attention_layers, harness.kv_caches)),
         ):
-            found = replica.model.compute_logits(compiled(*inputs))
+            found = harness.model.compute_logits(compiled(*inputs))
         torch.testing.assert_close(found, reference_logits(tiny_checkpoint("qwen3"), tokens), rtol=1e-4, atol=1e-4)
     assert len(graphs) == 1
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    layers = replica.model.config.num_layers
+    layers = harness.model.config.num_layers
     assert calls.count(torch.ops.lockstep.attention) == calls.count(torch.ops.lockstep.kv_cache_update) == layers
 
 

@@ -38,7 +38,7 @@ def transformers_greedy(folder: Path, lengths: tuple[int, ...], max_tokens: int)
 
 
 def local(folder: Path, tp: int, **settings) -> LLM:
-    settings = {"enforce_eager": True, **settings}  # compiled replicas have tests of their own: test_levels.py
+    settings = {"enforce_eager": True, **settings}  # compiled models have tests of their own: test_levels.py
     return LLM(str(folder), tensor_parallel_size=tp, distributed_executor_backend="local", progress=False, **settings)
 
 

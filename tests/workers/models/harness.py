@@ -1,4 +1,4 @@
-"""A model replica under test: weights, KV cache and block tables of a few requests, stepped by hand.
+"""A model under test: weights, KV cache and block tables of a few requests, stepped by hand.
 
 Imported in rank processes, so it imports no transformers.
 """
@@ -26,7 +26,7 @@ Step = list[tuple[int, list[int]]]
 """What one step computes: (request, its next tokens)."""
 
 
-class Replica:
+class ModelHarness:
     """One rank's model over a poisoned KV cache whose blocks are given out in no order.
 
     Args:
@@ -128,13 +128,13 @@ def run_schedules(
     group: TensorParallelGroup, folder: str, sequences: list[list[int]], dtype: str = ""
 ) -> dict[str, list[bytes]]:
     """For each of :func:`schedules`, every sequence's logits as fp32 bytes; empty on ranks but the first."""
-    replica = Replica(Path(folder), group, dtype, num_blocks=256)
+    harness = ModelHarness(Path(folder), group, dtype, num_blocks=256)
     result: dict[str, list[bytes]] = {}
     for number, (name, steps) in enumerate(schedules(sequences).items()):
         base = number * len(sequences)
         parts: dict[int, list[torch.Tensor]] = {r: [] for r in range(len(sequences))}
         for padding, step in enumerate(steps):
-            logits = replica.step([(base + r, tokens) for r, tokens in step], padding % 3)
+            logits = harness.step([(base + r, tokens) for r, tokens in step], padding % 3)
             for (r, _), part in zip(step, logits.split([len(tokens) for _, tokens in step]), strict=True):
                 parts[r].append(part)
         if group.rank == 0:

@@ -1,4 +1,4 @@
-"""A replica under test whose forward is compiled. Imported in rank processes, so it imports no transformers."""
+"""A model under test whose forward is compiled. Imported in rank processes, so it imports no transformers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from parallel.linear import gather_columns
 from parallel.platform import detect_platform
 from runtime.common.config import EngineConfig
 from runtime.common.model_config import load_model_config
-from tests.workers.models.replica import Replica, Step
-from workers.compile.compiler import CompileReport, compile_replica
+from tests.workers.models.harness import ModelHarness, Step
+from workers.compile.compiler import CompileReport, compile_model
 from workers.compile.levels import CompileMode
 from workers.forward_context import ForwardContext, forward_context
 
 CPU = torch.device("cpu")
 
 
-class CompiledReplica(Replica):
-    """A replica with a compiled forward beside the model's own.
+class CompiledModelHarness(ModelHarness):
+    """A model with a compiled forward beside the model's own.
 
     Args:
         folder: of the checkpoint.
@@ -50,7 +50,7 @@ class CompiledReplica(Replica):
         super().__init__(folder, group or single_rank_group(CPU), dtype, num_blocks=1024)
         self.requests = itertools.count(1_000_000)
         self.progress: list[tuple[int, int]] = []
-        self.compiled, self.compile_report = compile_replica(
+        self.compiled, self.compile_report = compile_model(
             self.model,
             mode=mode,
             config=EngineConfig(cache_dir=str(cache_dir)),
@@ -62,7 +62,7 @@ class CompiledReplica(Replica):
         )
 
     def compiled_step(self, step: Step, padding: int = 0) -> torch.Tensor:
-        """As :meth:`Replica.step`, through the compiled forward."""
+        """As :meth:`ModelHarness.step`, through the compiled forward."""
         # Inputs are made outside of inference mode, as the runner's static buffers are.
         input_ids, positions, metadata = self.prepare(step, padding)
         context = ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
@@ -88,6 +88,6 @@ def compile_and_generate(
     group: TensorParallelGroup, folder: str, cache_dir: str, mode: str, prompts: list[list[int]], count: int
 ) -> dict[str, Any]:
     """In a rank: the report and the greedy tokens of every prompt."""
-    replica = CompiledReplica(Path(folder), cache_dir, CompileMode(mode), group)
-    tokens = [replica.greedy(prompt, count) for prompt in prompts]
-    return {"report": asdict(replica.compile_report), "tokens": tokens}
+    harness = CompiledModelHarness(Path(folder), cache_dir, CompileMode(mode), group)
+    tokens = [harness.greedy(prompt, count) for prompt in prompts]
+    return {"report": asdict(harness.compile_report), "tokens": tokens}

@@ -1,8 +1,8 @@
-"""One piece through Inductor, and its artifact: the files from which another process runs it without compiling.
+"""One subgraph through Inductor, and its artifact: the files from which another process runs it without compiling.
 
 On a CPU the artifact is the generated Python and its compiled loops (``generated.py``), which a warm start runs
 without importing Inductor. Elsewhere, and for code that does not allow it, it is Inductor's own CompiledArtifact.
-Where files are kept is ``cache.py``'s; which pieces there are is ``split.py``'s.
+Where files are kept is ``cache.py``'s; which subgraphs there are is ``split.py``'s.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ from workers.compile.generated import (
     make_callable,
 )
 from workers.compile.levels import find_cxx
-from workers.compile.split import PieceGraph
+from workers.compile.split import Subgraph
 
 Run = Callable[[list[Any]], Sequence[Any]]
-"""A compiled piece: inputs in order, in a list that it may empty, to outputs in order."""
+"""A compiled subgraph: inputs in order, in a list that it may empty, to outputs in order."""
 
 CODE_FILE = "code"
 ARTIFACT_FILE = "artifact"
 
 INDUCTOR_OPTIONS: Mapping[str, Any] = {
-    # What a piece is given was checked when the replica was bound; looking again costs a microsecond an input.
+    # What a subgraph is given was checked when the model was bound; looking again costs a microsecond an input.
     "size_asserts": False,
     "alignment_asserts": False,
     "nan_asserts": False,
     # Asking the compiler which vector instructions work starts a compiler or two; the CPU's own list is as good.
     "cpp.vec_isa_ok": True,
-    # A piece's loops are short beside its linear layers, which have threads of their own; waking OpenMP's for every
+    # A subgraph's loops are short beside its linear layers, which have threads of their own; waking OpenMP's for every
     # loop costs more than it saves (the demo model by two threads: 25 ms a decode step with them, 16 ms without).
     "cpp.threads": 1,
-    # Our graphs are captured by workers/graphs/, around the pieces.
+    # Our graphs are captured by workers/graphs/, around the subgraphs.
     "triton.cudagraphs": False,
 }
-"""Part of every piece's key."""
+"""Part of every subgraph's key."""
 
 
 @dataclass(frozen=True)
-class CompiledPiece:
-    """A piece that was compiled in this process.
+class CompiledSubgraph:
+    """A subgraph that was compiled in this process.
 
     Attributes:
-        run: the piece.
+        run: the subgraph.
         files: its artifact.
     """
 
@@ -67,12 +67,12 @@ class CompiledPiece:
     files: Mapping[str, bytes]
 
 
-class PieceCompiler:
-    """Compiles pieces while it is open. Opening it imports Inductor, so a start that finds everything never does.
+class SubgraphCompiler:
+    """Compiles subgraphs while it is open. Opening it imports Inductor, so a start that finds everything never does.
 
     Args:
         store: lends the folder Inductor works in.
-        device: where the pieces run.
+        device: where the subgraphs run.
     """
 
     def __init__(self, store: Store, device: torch.device) -> None:
@@ -82,17 +82,17 @@ class PieceCompiler:
         self._options: dict[str, Any] | None = None
         self._made: list[Any] = []
 
-    def __enter__(self) -> PieceCompiler:
+    def __enter__(self) -> SubgraphCompiler:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def compile(self, piece: PieceGraph, *, portable: bool) -> CompiledPiece:
-        """Put a piece through Inductor.
+    def compile(self, subgraph: Subgraph, *, portable: bool) -> CompiledSubgraph:
+        """Put a subgraph through Inductor.
 
         Args:
-            piece: from ``split.py``.
+            subgraph: from ``split.py``.
             portable: whether its outputs may be taken as the generated code gives them. Without, torch's wrapper
                 around that code makes sure that an output that is a view of an input shares its memory.
 
@@ -106,20 +106,20 @@ class PieceCompiler:
             self._made.clear()
             with torch.inference_mode():
                 artifact = torch._inductor.standalone_compile(
-                    piece.module,
-                    list(piece.examples),
+                    subgraph.module,
+                    list(subgraph.examples),
                     dynamic_shapes="from_graph",
                     options={"inner_compile": self._inner_compile, "config_patches": self._options},
                 )
             if portable and self._device.type == "cpu":
                 with contextlib.suppress(NotPortableError):
-                    return self._portable(piece)
+                    return self._portable(subgraph)
             code = pack({"form": "inductor"})
-            return CompiledPiece(_flat(artifact), {CODE_FILE: code, ARTIFACT_FILE: _saved(artifact)})
+            return CompiledSubgraph(_flat(artifact), {CODE_FILE: code, ARTIFACT_FILE: _saved(artifact)})
         except Exception as error:
             reason = (str(error).strip().splitlines() or ["no message"])[0]
             raise CompileError(
-                f"Inductor cannot compile a piece of the model ({type(error).__name__}: {reason}); --enforce-eager "
+                f"Inductor cannot compile a subgraph of the model ({type(error).__name__}: {reason}); --enforce-eager "
                 "runs without compiling"
             ) from error
 
@@ -131,21 +131,21 @@ class PieceCompiler:
         self._made.append(compiled)
         return compiled
 
-    def _portable(self, piece: PieceGraph) -> CompiledPiece:
-        """The artifact as generated code. Raises NotPortableError where that is not all of the piece."""
+    def _portable(self, subgraph: Subgraph) -> CompiledSubgraph:
+        """The artifact as generated code. Raises NotPortableError where that is not all of the subgraph."""
         from torch._inductor.select_algorithm import extern_kernels
 
         if len(self._made) != 1 or not getattr(self._made[0], "source_code", ""):
-            raise NotPortableError(f"Inductor made {len(self._made)} graphs of one piece")
+            raise NotPortableError(f"Inductor made {len(self._made)} graphs of one subgraph")
         made = self._made[0]
-        code = extract(made.source_code, len(piece.inputs), extern_kernels)
+        code = extract(made.source_code, len(subgraph.inputs), extern_kernels)
         function = made.current_callable
         names: dict[str, Any] = getattr(function, "__func__", function).__globals__
         loops = {name: names[name] for name in code.loops}
         files = {_loop_file(number): loop_file(loops[name]).read_bytes() for number, name in enumerate(code.loops)}
         fields = {"form": "python", "source": code.source, "loops": list(code.loops), "extern": list(code.extern)}
         files[CODE_FILE] = pack(fields)
-        return CompiledPiece(make_callable(code, loops, "new"), files)
+        return CompiledSubgraph(make_callable(code, loops, "new"), files)
 
 
 @contextlib.contextmanager
@@ -180,8 +180,8 @@ def inductor_options(device: torch.device) -> dict[str, Any]:
     return options
 
 
-def load_piece(entry: Entry, key: str, store: Store, device: torch.device) -> Run:
-    """A piece from its artifact.
+def load_subgraph(entry: Entry, key: str, store: Store, device: torch.device) -> Run:
+    """A subgraph from its artifact.
 
     Raises:
         CompileError: the artifact is whole, but this process cannot run it.

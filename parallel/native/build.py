@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -22,7 +23,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from parallel.file_lock import exclusive
+from filelock import FileLock, Timeout
+
+log = logging.getLogger("lockstep")
+
 
 COMPILERS = ("cc", "gcc", "clang")
 """The first one found on the PATH is used."""
@@ -102,12 +106,19 @@ def _build(source: Path, flags: tuple[str, ...], path: Path, *, wait: bool) -> N
     """Compile a source unless that was done. Without ``wait``, also not if another process is about to."""
     if _is_whole(path):
         return
-    with contextlib.ExitStack() as stack:
-        held = True
-        with contextlib.suppress(OSError):  # A folder without locks or places for them: what is done twice is done.
-            held = stack.enter_context(exclusive(path.parent / "locks" / path.name, wait=wait))
-        if held and not _is_whole(path):  # Another process may have had the lock before.
+    lock = FileLock(path.parent / "locks" / path.name, mode=0o600, fallback_to_soft=False)
+    try:
+        os.makedirs(os.path.dirname(lock.lock_file), mode=0o700, exist_ok=True)
+        lock.acquire(blocking=wait)
+    except Timeout:
+        return  # Another process compiles it.
+    except OSError as error:  # Without file locks, each process compiles it.
+        log.debug("no lock for %s: %s", path.name, error)
+    try:
+        if not _is_whole(path):  # The previous owner of the lock may have compiled it.
             _compile(source, flags, path)
+    finally:
+        lock.release()
 
 
 def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:

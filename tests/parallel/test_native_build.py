@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,17 @@ def test_where_there_are_no_locks_it_is_compiled_all_the_same(source: Path, cach
     build.build_ahead([source], str(cache))
     assert len(libraries(cache)) == 1
     assert load_library(source, str(cache)).answer() == 42
+
+
+def test_a_file_system_without_locks_compiles_too(
+    source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert load_library(source, str(cache)).answer() == 42
+    assert not recwarn.list
 
 
 def test_to_build_ahead_says_nothing_of_what_cannot_be_built(source: Path, cache: Path) -> None:

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+from filelock import BaseFileLock, FileLock, Timeout
 
-from parallel.file_lock import exclusive
 from runtime.common.protocol import pack
 
 log = logging.getLogger("lockstep")
@@ -106,17 +106,23 @@ class Store:
         """Hold the right to write ``key``, among all processes of this host that use this directory.
 
         Yields:
-            whether it is held. Without ``wait`` it is not if another process has it. Where locks cannot be had at
-            all, the caller goes on as if it were held: to compile twice is better than not to start.
+            whether it is held. Without ``wait`` it is not held if another process has it. On a file system without
+            locks it counts as held, so that several processes may compile the same artifact.
         """
-        with contextlib.ExitStack() as stack:
-            held = True
-            if self.root is not None:
-                try:
-                    held = stack.enter_context(exclusive(self.root / "locks" / key, wait=wait, on_wait=_say_waiting))
-                except OSError as error:
-                    self._cannot_write(error)
+        if self.root is None:
+            yield True
+            return
+        lock = FileLock(self.root / "locks" / key, mode=0o600, fallback_to_soft=False)
+        held = True
+        try:
+            os.makedirs(os.path.dirname(lock.lock_file), mode=0o700, exist_ok=True)
+            held = _acquire(lock, wait=wait)
+        except OSError as error:
+            self._cannot_write(error)
+        try:
             yield held
+        finally:
+            lock.release()
 
     @contextlib.contextmanager
     def scratch(self, *, keep: bool = False) -> Generator[str]:
@@ -209,6 +215,17 @@ def _verified(folder: Path, key: str) -> dict[str, bytes]:
             raise ValueError(f"{name} is damaged")
         files[name] = content
     return files
+
+
+def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        if wait:
+            _say_waiting()
+            lock.acquire()
+        return wait
+    return True
 
 
 def _say_waiting() -> None:

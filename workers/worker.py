@@ -22,9 +22,8 @@ import torch
 
 from parallel.collectives import shared_memory
 from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
-from parallel.native.build import build_ahead
-from parallel.native.kernels import POOL
 from parallel.platform import detect_platform
+from parallel.toolchain import build_ahead
 from runtime.common.channel import Channel, ChannelClosedError
 from runtime.common.config import EngineConfig
 from runtime.common.errors import ProtocolError
@@ -34,6 +33,7 @@ from workers.attention import cpu_paged as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
 from workers.kernels import elementwise as native_ops
+from workers.kernels.bindings import POOL
 from workers.quantization import cpu_linear
 from workers.runner import ModelRunner
 from workers.sampling import native_sampling

@@ -153,7 +153,7 @@ def look_at_shared_memory() -> Iterator[Finding]:
 
 def look_at_compilers() -> Iterator[Finding]:
     """A C compiler for our own kernels; a C++ one and Python's headers for torch.compile."""
-    from parallel.native.build import find_compiler
+    from parallel.toolchain import find_compiler
 
     if (c_compiler := find_compiler()) is None:
         advice = "apt-get install gcc; until then CPU ranks exchange over gloo, slower"

@@ -36,7 +36,7 @@ class CollectiveMismatch(CollectiveError):
 
 
 class Operation(IntEnum):
-    """What a collective does. The numbers are also those of ``native/shm.c``."""
+    """What a collective does. The numbers are also those of ``shm.c``."""
 
     ALL_REDUCE = 1
     ALL_GATHER = 2
@@ -60,7 +60,7 @@ DTYPES = (
     torch.int8,
     torch.int16,
 )
-"""What can be exchanged. The first four have the numbers that ``native/shm.c`` knows."""
+"""What can be exchanged. The first four have the numbers that ``shm.c`` knows."""
 
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 

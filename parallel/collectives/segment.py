@@ -1,7 +1,7 @@
 """One memory segment shared by the ranks of a host: its name, how they meet in it, and how stale ones are removed.
 
 The segment is a file in /dev/shm that has a name only until every rank has mapped it; after that nothing is left
-behind, however the ranks die. What is exchanged through it is the matter of ``shared_memory.py`` and ``native/shm.c``.
+behind, however the ranks die. What is exchanged through it is the matter of ``shared_memory.py`` and ``shm.c``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parallel.collectives.base import CollectiveError, CollectiveTimeout, rank_l
 
 DIRECTORY = "/dev/shm"
 
-# The layout of native/shm.c: a header, a line of 128 bytes per rank, then two slots per rank.
+# The layout of shm.c: a header, a line of 128 bytes per rank, then two slots per rank.
 FIRST_LINE = 128
 LINE_STRIDE = 128
 SLOT_ALIGN = 4096

@@ -1,6 +1,6 @@
 """Collectives through shared memory, for ranks on one host: what CPU groups use.
 
-The work is done by ``native/shm.c``, called through ctypes (which releases the GIL). Here stand the deadlines, the
+The work is done by ``shm.c``, called through ctypes (which releases the GIL). Here stand the deadlines, the
 messages and the set-up; where the segment lives and how ranks meet in it is the matter of ``segment.py``.
 """
 
@@ -32,9 +32,9 @@ from parallel.collectives.segment import (
     segment_name,
     sweep_stale,
 )
-from parallel.native.build import NativeBuildError, load_library
+from parallel.toolchain import NativeBuildError, load_library
 
-SOURCE = Path(__file__).parent.parent / "native" / "shm.c"
+SOURCE = Path(__file__).parent / "shm.c"
 
 SLOT_BYTES = 256 * 1024
 """A longer message goes in chunks of this size. Two slots per rank; small enough to stay in a core's cache."""
@@ -47,7 +47,7 @@ class _Statement(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    """``call`` of native/shm.c."""
+    """``call`` of shm.c."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),
@@ -76,7 +76,7 @@ class SharedMemoryCollectives(HostCollectives):
         rank: this rank.
         size: the number of ranks.
         segment: mapped by all ranks; closed with this object.
-        library: the compiled ``native/shm.c``.
+        library: the compiled ``shm.c``.
         timeout: seconds to wait for the other ranks in one collective.
     """
 

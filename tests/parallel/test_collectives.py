@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel import toolchain
 from parallel.collectives.base import CollectiveError, CollectiveMismatch, CollectiveTimeout
 from parallel.collectives.shared_memory import SLOT_BYTES, open_shared_memory
 from parallel.group import GroupSpec, TensorParallelGroup, init_group
-from parallel.native import build
 from tests.dist.ranks import run_ranks, try_ranks
 
 HOST_BACKENDS = ["shm", "gloo"]
@@ -215,11 +215,11 @@ def fall_back(group: TensorParallelGroup, backend: str, folder: str) -> list[str
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    compilers = build.COMPILERS
+    compilers = toolchain.COMPILERS
     logging.getLogger("lockstep").addHandler(handler)
     try:
         if group.rank == 1:
-            build.COMPILERS = ("no-such-compiler",)
+            toolchain.COMPILERS = ("no-such-compiler",)
         second = init_group(spec, group.device)
         total = second.all_reduce(torch.ones(2)).tolist()
         second.close()
@@ -227,7 +227,7 @@ def fall_back(group: TensorParallelGroup, backend: str, folder: str) -> list[str
     except CollectiveError as error:
         return [type(error).__name__, str(error)]
     finally:
-        build.COMPILERS = compilers
+        toolchain.COMPILERS = compilers
         logging.getLogger("lockstep").removeHandler(handler)
 
 

@@ -1,6 +1,6 @@
 """Attention by our C kernel over the paged cache: what CPUs use where there is a C compiler.
 
-The cache is laid out as ``torch_paged.py``'s. One call per layer (``native/attention.c``) stores the step's keys and
+The cache is laid out as ``torch_paged.py``'s. One call per layer (``csrc/attention.c``) stores the step's keys and
 values and attends for all requests, whatever their numbers of new tokens. A token's result has the same bits whichever
 requests are in the step, however a prompt is cut into chunks, and whatever the number of threads.
 """
@@ -10,23 +10,22 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from parallel.native.kernels import DTYPE_CODES, OptionalKernels
 from workers.attention.base import AttentionBackend, AttentionMetadata
 from workers.forward_context import ForwardContext
+from workers.kernels.bindings import CSRC, DTYPE_CODES, OptionalKernels
 from workers.layers.attention import Attention
 
-SOURCE = Path(__file__).parent / "native" / "attention.c"
+SOURCE = CSRC / "attention.c"
 
 MAX_HEAD_DIM = 512
 """A thread's stack has room for vectors of this size."""
 
 _PACK = struct.Struct("14qd11q").pack
-"""``layer_step`` of native/attention.c."""
+"""``layer_step`` of csrc/attention.c."""
 
 _STEP = "cpu_paged.step"
 """Key in a forward context's ``shared``."""
@@ -52,7 +51,7 @@ class NativeCPUAttention(AttentionBackend):
     """See the module's text.
 
     Args:
-        library: the compiled ``native/attention.c``.
+        library: the compiled ``csrc/attention.c``.
     """
 
     writes_kv_in_forward: ClassVar[bool] = True
@@ -102,7 +101,7 @@ def _describe(
     scale: float = 0.0,
     window: int = 0,
 ) -> bytes:
-    """``layer_step`` of native/attention.c, good for as long as these tensors live."""
+    """``layer_step`` of csrc/attention.c, good for as long as these tensors live."""
     dtype = kv_cache.dtype
     if not (query.dtype == key.dtype == value.dtype == output.dtype == dtype):
         raise TypeError(f"queries are {query.dtype}, keys {key.dtype}, values {value.dtype}, but the cache is {dtype}")

@@ -8,13 +8,12 @@ beside it. Each function here gives None for tensors that its kernel does not ta
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 
 import torch
 
-from parallel.native.kernels import DTYPE_CODES, OptionalKernels
+from workers.kernels.bindings import CSRC, DTYPE_CODES, OptionalKernels
 
-SOURCE = Path(__file__).parent / "native" / "elementwise.c"
+SOURCE = CSRC / "elementwise.c"
 
 MAX_WIDTH = 32768
 """Longest row of a norm: a thread's stack holds two of them."""

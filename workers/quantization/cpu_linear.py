@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from parallel.library import register_op
-from parallel.native.build import HEADERS, NativeBuildError
-from parallel.native.kernels import DTYPE_CODES, load_kernels
+from parallel.toolchain import NativeBuildError
+from workers.kernels.bindings import CSRC, DTYPE_CODES, load_kernels
 
 log = logging.getLogger("lockstep")
 
-SOURCE = HEADERS / "linear.c"
+SOURCE = CSRC / "linear.c"
 
 BLOCK_BYTES = 2 * 1024 * 1024
 """Size of one block of weight rows in fp32."""

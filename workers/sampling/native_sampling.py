@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from parallel.native.kernels import OptionalKernels
+from workers.kernels.bindings import CSRC, OptionalKernels
 
-SOURCE = Path(__file__).parent / "native" / "sampling.c"
+SOURCE = CSRC / "sampling.c"
 
 MAX_WIDTH = 2**30
 """Longest row: ids of tokens and of their blocks are 32 bits."""
 
 _TABLE = struct.Struct("@9q").pack
 _CHOICE = struct.Struct("@3dq2i").pack
-"""``table`` and ``choice`` of native/sampling.c."""
+"""``table`` and ``choice`` of csrc/sampling.c."""
 
 _Native = OptionalKernels(SOURCE, "sampling goes without the C kernel, milliseconds slower for each row")
 use_native = _Native.use
@@ -114,7 +113,7 @@ def _describe(
     top: torch.Tensor | None = None,
     top_ids: torch.Tensor | None = None,
 ) -> bytes:
-    """``table`` of native/sampling.c, good for as long as these tensors live."""
+    """``table`` of csrc/sampling.c, good for as long as these tensors live."""
     places = (0 if tensor is None else tensor.data_ptr() for tensor in (own, top, top_ids))
     most = 0 if top is None else top.shape[1]
     return _TABLE(

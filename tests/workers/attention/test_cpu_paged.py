@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.native import build
+from parallel import toolchain
 from workers.attention import cpu_paged
 from workers.attention.attention_op import attention_reference
 from workers.attention.base import AttentionBackend, AttentionMetadata
@@ -267,7 +267,7 @@ def test_is_chosen_once_it_is_loaded(
     assert choice(torch.float64, 64) is choice(torch.float32, 1024) is TorchPagedAttention
     monkeypatch.setattr(cpu_paged._Native, "library", None)
     monkeypatch.setattr(cpu_paged._Native, "refused", False)
-    monkeypatch.setattr(build, "COMPILERS", ())
+    monkeypatch.setattr(toolchain, "COMPILERS", ())
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert not use_native(str(tmp_path))
         assert not use_native(str(tmp_path))

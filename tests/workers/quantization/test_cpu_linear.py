@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.native import build
+from parallel import toolchain
 from tests.parallel.sources import random
 from workers.quantization import cpu_linear
 
@@ -138,7 +138,7 @@ def test_any_leading_dimensions(native: None) -> None:
 def test_without_a_compiler_there_is_one_warning(
     without_native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "COMPILERS", ())
+    monkeypatch.setattr(toolchain, "COMPILERS", ())
     monkeypatch.setattr(cpu_linear._Native, "warned", False)
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert not cpu_linear.use_native(str(tmp_path))

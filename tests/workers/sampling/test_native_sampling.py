@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.native import build
+from parallel import toolchain
 from runtime.common.config import SamplingParams
 from workers.sampling import gumbel_max as drawing
 from workers.sampling import native_sampling
@@ -380,7 +380,7 @@ def test_wrong_numbers_of_things_are_refused() -> None:
 def test_without_a_compiler_there_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "COMPILERS", ())
+    monkeypatch.setattr(toolchain, "COMPILERS", ())
     monkeypatch.setattr(native_sampling._Native, "refused", False)
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert not native_sampling.use_native(str(tmp_path))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.native.build import load_library
-from parallel.native.kernels import POOL
+from parallel.toolchain import load_library
+from workers.kernels.bindings import POOL
 
 PART = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_long)
 

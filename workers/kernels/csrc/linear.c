@@ -45,7 +45,7 @@ static void finish_tile(const run *all, long row, int rows, long apart, long tok
     const product *p = all->p;
     const int out_dtype = (int)p->out_dtype;
     const long number = bytes_of(out_dtype);
-    float bias[MOST_ROWS];
+    float bias[MOST_ROWS] = {0};
     if (p->bias)
         for (int r = 0; r < rows; r++) bias[r] = load_number((int)p->dtype, p->bias, row + r * apart);
     if (rows == 4 && apart == 1) { /* Next to each other in the result: four at a time. */

@@ -7,8 +7,8 @@
 #ifndef LOCKSTEP_NUMBERS_H
 #define LOCKSTEP_NUMBERS_H
 
-#include <stdint.h>
-#include <string.h>
+#include "half.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
@@ -16,8 +16,6 @@
 #endif
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs of 16-bit numbers are taken apart by shifts");
-
-#define INLINE static inline __attribute__((always_inline))
 
 /* Keep in step with kernels.py. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
@@ -54,60 +52,6 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
     return a * b + c;
 #endif
 }
-
-INLINE float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-INLINE float bf16_to_float(uint16_t half) { return from_bits((uint32_t)half << 16); }
-
-/* To nearest, ties to even; NaN stays NaN, as torch writes it. */
-INLINE uint16_t float_to_bf16(float value) {
-    uint32_t bits = to_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-#if defined(__FLT16_MAX__)
-INLINE float fp16_to_float(uint16_t half) {
-    _Float16 value;
-    memcpy(&value, &half, sizeof value);
-    return (float)value;
-}
-
-INLINE uint16_t float_to_fp16(float value) {
-    _Float16 narrow = (_Float16)value;
-    uint16_t half;
-    memcpy(&half, &narrow, sizeof half);
-    return half;
-}
-#else
-INLINE float fp16_to_float(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
-    if (exponent == 31u) return from_bits(sign | 0x7f800000u | fraction << 13);
-    if (exponent) return from_bits(sign | (exponent + 112u) << 23 | fraction << 13);
-    float tiny = (float)fraction * 0x1p-24f; /* zero or subnormal, exactly */
-    return sign ? -tiny : tiny;
-}
-
-INLINE uint16_t float_to_fp16(float value) {
-    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to more than 65504 */
-    if (magnitude < 0x38800000u) { /* subnormal: adding 0.5 rounds at the wanted bit, ties to even */
-        return (uint16_t)(sign | (to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | ((magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13));
-}
-#endif
 
 INLINE int bytes_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 

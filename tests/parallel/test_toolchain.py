@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel.native import build
-from parallel.native.build import NativeBuildError, load_library
+from parallel import toolchain
+from parallel.toolchain import NativeBuildError, load_library
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def libraries(cache: Path) -> list[Path]:
 
 def test_compiles_once(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_library(source, str(cache)).answer() == 42
-    monkeypatch.setattr(build, "COMPILERS", ())
+    monkeypatch.setattr(toolchain, "COMPILERS", ())
     assert load_library(source, str(cache)).answer() == 42
     assert len(libraries(cache)) == 1
 
@@ -48,11 +48,11 @@ def test_other_source_or_flags_are_another_library(source: Path, cache: Path) ->
 def test_another_header_is_another_library(
     source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "HEADERS", tmp_path / "headers")
-    build.HEADERS.mkdir()
+    monkeypatch.setattr(toolchain, "INCLUDE_DIR", tmp_path / "headers")
+    toolchain.INCLUDE_DIR.mkdir()
     source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
     for number in (42, 43):
-        (build.HEADERS / "number.h").write_text(f"#define NUMBER {number}\n")
+        (toolchain.INCLUDE_DIR / "number.h").write_text(f"#define NUMBER {number}\n")
         assert load_library(source, str(cache)).answer() == number
 
 
@@ -82,13 +82,13 @@ def test_processes_that_start_together_share_the_work(tmp_path: Path, cache: Pat
     script = f"""if True:
         import sys
         from pathlib import Path
-        from parallel.native import build
-        compiled, compile_one = [], build._compile
-        build._compile = lambda source, *rest: (compiled.append(source.stem), compile_one(source, *rest))
+        from parallel import toolchain
+        compiled, compile_one = [], toolchain._compile
+        toolchain._compile = lambda source, *rest: (compiled.append(source.stem), compile_one(source, *rest))
         sources = [Path({str(tmp_path)!r}, name + ".c") for name in {names}]
         sys.stdin.readline()
-        build.build_ahead(sources, {str(cache)!r})
-        assert [build.load_library(source, {str(cache)!r}).answer() for source in sources] == [97, 98, 99]
+        toolchain.build_ahead(sources, {str(cache)!r})
+        assert [toolchain.load_library(source, {str(cache)!r}).answer() for source in sources] == [97, 98, 99]
         print(" ".join(compiled))
     """
     command = [sys.executable, "-c", script]
@@ -105,7 +105,7 @@ def test_processes_that_start_together_share_the_work(tmp_path: Path, cache: Pat
 def test_where_there_are_no_locks_it_is_compiled_all_the_same(source: Path, cache: Path) -> None:
     cache.mkdir()
     (cache / "locks").touch()
-    build.build_ahead([source], str(cache))
+    toolchain.build_ahead([source], str(cache))
     assert len(libraries(cache)) == 1
     assert load_library(source, str(cache)).answer() == 42
 
@@ -124,11 +124,11 @@ def test_a_file_system_without_locks_compiles_too(
 def test_to_build_ahead_says_nothing_of_what_cannot_be_built(source: Path, cache: Path) -> None:
     broken = source.with_name("broken.c")
     broken.write_text("int answer(void) { return nothing; }\n")
-    build.build_ahead([broken, source], str(cache))
+    toolchain.build_ahead([broken, source], str(cache))
     assert len(libraries(cache)) == 1
     with pytest.raises(NativeBuildError, match="nothing"):
         load_library(broken, str(cache))
-    build.build_ahead([source], "")
+    toolchain.build_ahead([source], "")
 
 
 def test_what_is_missing_is_said(source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +140,6 @@ def test_what_is_missing_is_said(source: Path, cache: Path, monkeypatch: pytest.
     (cache.parent / "file").touch()
     with pytest.raises(NativeBuildError, match="cannot store the compiled"):
         load_library(source, str(cache.parent / "file" / "below"))
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(toolchain, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(NativeBuildError, match="no C compiler"):
         load_library(source, str(cache))

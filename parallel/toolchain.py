@@ -1,10 +1,11 @@
-"""Compiles our C sources into shared libraries, once per source, flags and kind of CPU.
+"""Compiler driver for the C sources: each source becomes a shared library, built on first use and cached on disk.
 
-A library's file name is a digest of what it was made from (the headers of this folder, which any source may include,
-among it), its last bytes are a digest of its content (which a loader ignores), and it gets its name by an atomic
-rename: a truncated or foreign file is compiled anew, never loaded. Any number of processes may build at once: each
-library is made by one of them, where the file system has locks.
-Sources use no torch headers, so the result serves every torch version.
+The cache key is a digest of the source, the headers it can include, the compiler flags and the CPU model. A library
+ends with a digest of its own content, which the dynamic loader ignores, and gets its final name by an atomic rename:
+a truncated or foreign file is rebuilt, never loaded. Any number of processes may build concurrently; with file locks
+each library is built once.
+
+The sources use no torch headers, so one library serves every torch version.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from filelock import FileLock, Timeout
 
 log = logging.getLogger("lockstep")
 
-
 COMPILERS = ("cc", "gcc", "clang")
-"""The first one found on the PATH is used."""
+"""The first of these on the PATH is used."""
+
+WARNINGS = ("-Wall", "-Wextra")
+"""Reported, never fatal: a newer compiler's warnings must not break an installation. The tests add -Werror."""
 
 FLAGS = (
     "-O3",
@@ -40,37 +43,38 @@ FLAGS = (
     "-D_GNU_SOURCE",
     "-shared",
     "-fPIC",
+    *WARNINGS,
 )
 
-HEADERS = Path(__file__).parent
-"""Where the headers are that any source may include."""
+INCLUDE_DIR = Path(__file__).parent / "include"
+"""Headers that every source may include, beside those in its own folder."""
 
 COMPILE_SECONDS = 120
 _DIGEST_BYTES = 16
 
 
 class NativeBuildError(RuntimeError):
-    """A C source could not be compiled or its library not be stored; the message says what is missing."""
+    """A C source cannot be compiled, loaded or stored; the message names the cause and the fix."""
 
 
 def find_compiler() -> str | None:
-    """The path of a C compiler, or None if this machine has none."""
+    """Path of the C compiler, or None without one."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
 def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The compiled library of ``source``, from ``directory`` if it is there already.
+    """Load the compiled library of a C source, building it if the cache has no intact copy.
 
     Args:
-        source: a C file that stands alone but for :data:`HEADERS`.
-        directory: the cache, made if need be. Whoever can write to it can run code as this user.
-        extra_flags: after :data:`FLAGS`.
+        source: a C file; it may include headers of its own folder and of :data:`INCLUDE_DIR`.
+        directory: the cache, created if missing. Write access to it is the right to run code as this user.
+        extra_flags: compiler flags after :data:`FLAGS`.
 
     Raises:
-        NativeBuildError: no compiler, an error of the compiler, or a directory that cannot be written to.
+        NativeBuildError: no compiler, a compile error, or a directory that is not writable.
     """
     flags = (*FLAGS, *extra_flags)
-    path = _path(source, directory, flags)
+    path = _library_path(source, directory, flags)
     _build(source, flags, path, wait=True)
     try:
         return ctypes.CDLL(str(path))
@@ -79,32 +83,32 @@ def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()
 
 
 def build_ahead(sources: Iterable[Path], directory: str) -> None:
-    """Compile what is missing of several sources, as many at once as there are cores for.
+    """Build the missing libraries of several sources concurrently, one thread per core.
 
-    What another process compiles at the moment is left to it, so that processes which start together share the work.
-    Nothing is raised: who loads a library that cannot be compiled hears why.
+    A source that another process is compiling is skipped, so that ranks which start together share the work. Errors
+    are not raised here: :func:`load_library` reports them.
     """
 
     def build(source: Path) -> None:
         with contextlib.suppress(NativeBuildError):
-            _build(source, FLAGS, _path(source, directory, FLAGS), wait=False)
+            _build(source, FLAGS, _library_path(source, directory, FLAGS), wait=False)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         list(threads.map(build, sources))
 
 
-def _path(source: Path, directory: str, flags: tuple[str, ...]) -> Path:
-    """Where the library of a source is, or is to be."""
+def _library_path(source: Path, directory: str, flags: tuple[str, ...]) -> Path:
     if not directory:
         raise NativeBuildError(f"no directory is given to keep the compiled {source.name} in; set library_dir")
-    code = [path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h")))]
+    headers = [*sorted(source.parent.glob("*.h")), *sorted(INCLUDE_DIR.glob("*.h"))]
+    code = [path.read_bytes() for path in (source, *headers)]
     key = hashlib.blake2b(b"\0".join([*code, *(f.encode() for f in flags), _cpu()]), digest_size=12).hexdigest()
     return Path(directory) / f"{source.stem}-{key}.so"
 
 
 def _build(source: Path, flags: tuple[str, ...], path: Path, *, wait: bool) -> None:
-    """Compile a source unless that was done. Without ``wait``, also not if another process is about to."""
-    if _is_whole(path):
+    """Build a library unless an intact one exists; without ``wait``, skip it while another process builds it."""
+    if _is_intact(path):
         return
     lock = FileLock(path.parent / "locks" / path.name, mode=0o600, fallback_to_soft=False)
     try:
@@ -115,7 +119,7 @@ def _build(source: Path, flags: tuple[str, ...], path: Path, *, wait: bool) -> N
     except OSError as error:  # Without file locks, each process compiles it.
         log.debug("no lock for %s: %s", path.name, error)
     try:
-        if not _is_whole(path):  # The previous owner of the lock may have compiled it.
+        if not _is_intact(path):  # The previous owner of the lock may have compiled it.
             _compile(source, flags, path)
     finally:
         lock.release()
@@ -131,11 +135,11 @@ def _compile(source: Path, flags: tuple[str, ...], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
-            made = Path(folder) / path.name
-            _run([compiler, *flags, f"-I{HEADERS}", str(source), "-o", str(made)], source)
-            with made.open("ab") as file:
-                file.write(_digest(made.read_bytes()))
-            os.replace(made, path)
+            built = Path(folder) / path.name
+            _run([compiler, *flags, f"-I{INCLUDE_DIR}", str(source), "-o", str(built)], source)
+            with built.open("ab") as file:
+                file.write(_digest(built.read_bytes()))
+            os.replace(built, path)
     except OSError as error:
         raise NativeBuildError(f"cannot store the compiled {source.name} in {path.parent}: {error}") from error
 
@@ -149,8 +153,8 @@ def _run(command: list[str], source: Path) -> None:
         raise NativeBuildError(f"{' '.join(command)} failed with code {done.returncode}:\n{done.stderr.strip()}")
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether there is a library that ends with the digest of what stands before it."""
+def _is_intact(path: Path) -> bool:
+    """Whether the file exists and ends with the digest of the content before it."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -164,11 +168,11 @@ def _digest(content: bytes) -> bytes:
 
 @functools.cache
 def _cpu() -> bytes:
-    """What -march=native depends on: the machine, and the CPU's name and features where Linux tells them."""
+    """The inputs of -march=native: machine type, CPU model and features, as far as /proc/cpuinfo lists them."""
     kept = (b"model name", b"flags", b"Features", b"CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
         lines = []
-    told = sorted({line for line in lines if line.startswith(kept)})
-    return b"\n".join([platform.machine().encode(), *told])
+    features = sorted({line for line in lines if line.startswith(kept)})
+    return b"\n".join([platform.machine().encode(), *features])

@@ -12,10 +12,10 @@
  * The segment is made, mapped and removed by shared_memory.py, which also decides when to give up: a call that has
  * waited for a while returns AGAIN and is called again with the same struct.
  */
+#include "half.h"
+
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdint.h>
-#include <string.h>
 #include <time.h>
 
 enum { OK = 0, AGAIN = 1, MISMATCH = 2, ABORTED = 3, LEFT = 4 };
@@ -105,60 +105,6 @@ static int wait_for(const call *c, uint32_t rank, uint64_t round, uint64_t *wait
     }
     return OK;
 }
-
-static inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-static inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static inline float bf16_to_float(uint16_t half) { return from_bits((uint32_t)half << 16); }
-
-/* To nearest, ties to even; NaN stays NaN, as torch writes it. */
-static inline uint16_t float_to_bf16(float value) {
-    uint32_t bits = to_bits(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-#if defined(__FLT16_MAX__)
-static inline float fp16_to_float(uint16_t half) {
-    _Float16 value;
-    memcpy(&value, &half, sizeof value);
-    return (float)value;
-}
-
-static inline uint16_t float_to_fp16(float value) {
-    _Float16 narrow = (_Float16)value;
-    uint16_t half;
-    memcpy(&half, &narrow, sizeof half);
-    return half;
-}
-#else
-static inline float fp16_to_float(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 0x3ffu;
-    if (exponent == 31u) return from_bits(sign | 0x7f800000u | fraction << 13);
-    if (exponent) return from_bits(sign | (exponent + 112u) << 23 | fraction << 13);
-    float tiny = (float)fraction * 0x1p-24f; /* zero or subnormal, exactly */
-    return sign ? -tiny : tiny;
-}
-
-static inline uint16_t float_to_fp16(float value) {
-    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
-    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to more than 65504 */
-    if (magnitude < 0x38800000u) { /* subnormal: adding 0.5 rounds at the wanted bit, ties to even */
-        return (uint16_t)(sign | (to_bits(from_bits(magnitude) + 0.5f) - 0x3f000000u));
-    }
-    return (uint16_t)(sign | ((magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13));
-}
-#endif
 
 #define TILE 512
 

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
-from parallel.native.build import NativeBuildError, load_library
+from parallel.toolchain import NativeBuildError, load_library
 
 log = logging.getLogger("lockstep")
 
-POOL = Path(__file__).parent / "pool.c"
+CSRC = Path(__file__).parent / "csrc"
+
+POOL = CSRC / "pool.c"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As in native/numbers.h."""
+"""As in csrc/numbers.h."""
 
 
 class OptionalKernels:
@@ -69,8 +71,8 @@ def load_kernels(source: Path, directory: str) -> ctypes.CDLL:
     slices where cores are short, and would be a second set wherever torch brings an OpenMP library of its own.
 
     Args:
-        source: a C file that includes native/pool.h.
-        directory: see :func:`parallel.native.build.load_library`.
+        source: a C file that includes csrc/pool.h.
+        directory: see :func:`parallel.toolchain.load_library`.
 
     Raises:
         NativeBuildError: there is no compiler, or it failed.

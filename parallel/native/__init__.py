@@ -1,1 +1,0 @@
-"""C sources, and what compiles them when they are first used."""

@@ -15,7 +15,7 @@ import torch
 
 from runtime.common.errors import ProtocolError
 from runtime.common.protocol import NewRequest, StepPlan
-from workers.attention.base import AttentionMetadata
+from workers.forward_context import AttentionMetadata
 
 PADDING_SLOT = -1
 """The slot of tokens that only fill the batch up to a captured size: never written to the KV cache."""

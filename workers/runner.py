@@ -20,11 +20,10 @@ from runtime.common.config import EngineConfig
 from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
-from workers.attention.base import AttentionMetadata
 from workers.batch import Batch, BatchBuffers
 from workers.compile.levels import CompileMode, CompileSettings, missing_for_compiling, resolve_level
 from workers.faults import FaultInjector
-from workers.forward_context import ForwardContext
+from workers.forward_context import AttentionMetadata, ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
 from workers.graphs.inputs import Forward, StaticInputs

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.attention.base import AttentionMetadata
-from workers.forward_context import ForwardContext, forward_context, get_forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context, get_forward_context
 
 
 def make_context() -> ForwardContext:

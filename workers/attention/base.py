@@ -1,4 +1,4 @@
-"""What a step says about its requests, and what an attention backend has to offer.
+"""What an attention backend has to offer.
 
 Three methods and one flag, each used in one place. The model gives each attention layer its backend; the ops in
 ``workers/kernels/ops/`` call it.
@@ -7,42 +7,11 @@ Three methods and one flag, each used in one place. The model gives each attenti
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from workers.forward_context import ForwardContext
-    from workers.layers.attention import Attention
-
-
-@dataclass(frozen=True)
-class AttentionMetadata:
-    """The flattened batch of one step. R requests, T tokens, T_padded rows.
-
-    Attributes:
-        num_tokens: T; rows after it are padding.
-        num_reqs: R.
-        max_query_len: most new tokens of a request in this step.
-        max_seq_len: longest context, the new tokens included.
-        slot_mapping: int64 [T_padded], where a token's keys and values go: block * block_size + offset, or -1 for
-            nowhere.
-        block_table: int32 [>= R, max_blocks], the blocks of each request in order; entries past its context are
-            never read.
-        seq_lens: int32 [>= R], tokens of each request in the cache once this step has written its own.
-        query_start_loc: int32 [>= R + 1]; request r owns rows query_start_loc[r] to query_start_loc[r + 1], the last
-            tokens of its context.
-    """
-
-    num_tokens: int
-    num_reqs: int
-    max_query_len: int
-    max_seq_len: int
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens: torch.Tensor
-    query_start_loc: torch.Tensor
+from workers.forward_context import AttentionLayer, ForwardContext
 
 
 class AttentionBackend(ABC):
@@ -70,7 +39,7 @@ class AttentionBackend(ABC):
     def forward(
         self,
         context: ForwardContext,
-        layer: Attention,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

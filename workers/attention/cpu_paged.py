@@ -14,10 +14,9 @@ from typing import ClassVar
 
 import torch
 
-from workers.attention.base import AttentionBackend, AttentionMetadata
-from workers.forward_context import ForwardContext
+from workers.attention.base import AttentionBackend
+from workers.forward_context import AttentionLayer, AttentionMetadata, ForwardContext
 from workers.kernels.bindings import CSRC, DTYPE_CODES, OptionalKernels
-from workers.layers.attention import Attention
 
 SOURCE = CSRC / "attention.c"
 
@@ -72,7 +71,7 @@ class NativeCPUAttention(AttentionBackend):
     def forward(
         self,
         context: ForwardContext,
-        layer: Attention,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from workers.attention.base import AttentionBackend, AttentionMetadata
-from workers.forward_context import ForwardContext
-from workers.layers.attention import Attention
+from workers.attention.base import AttentionBackend
+from workers.forward_context import AttentionLayer, AttentionMetadata, ForwardContext
 
 SMALL_CONTEXT = 128
 """Decode requests up to this many tokens are batched together however much padding that takes."""
@@ -87,7 +86,7 @@ class TorchPagedAttention(AttentionBackend):
     def forward(
         self,
         context: ForwardContext,
-        layer: Attention,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -109,7 +108,7 @@ class TorchPagedAttention(AttentionBackend):
 
 
 def _attend_decode(
-    layer: Attention, work: _Decode, query: torch.Tensor, flat_cache: torch.Tensor, output: torch.Tensor
+    layer: AttentionLayer, work: _Decode, query: torch.Tensor, flat_cache: torch.Tensor, output: torch.Tensor
 ) -> None:
     batch = work.tokens.shape[0]
     keys, values = flat_cache.index_select(0, work.rows).view(2, batch, layer.num_kv_heads, -1, layer.head_dim)
@@ -120,7 +119,7 @@ def _attend_decode(
 
 
 def _attend_prefill(
-    layer: Attention,
+    layer: AttentionLayer,
     work: _Prefill,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 
 from workers.attention.base import AttentionBackend
-from workers.forward_context import ForwardContext
+from workers.forward_context import AttentionLayer, ForwardContext
 from workers.kernels.ops.kv_cache_write import kv_cache_write
 from workers.kernels.ops.paged_attention import paged_attention
-from workers.layers.attention import Attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -36,7 +35,7 @@ class TritonPagedAttention(AttentionBackend):
     def forward(
         self,
         context: ForwardContext,
-        layer: Attention,
+        layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from workers.attention.base import AttentionMetadata
 from workers.compile.compiled_model import CompiledModel, Stage
-from workers.forward_context import forward_context
+from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
 from workers.graphs.modes import GraphMode

@@ -14,9 +14,8 @@ from types import MappingProxyType
 import torch
 
 from runtime.common.errors import EngineError
-from workers.attention.base import AttentionMetadata
 from workers.batch import BatchBuffers
-from workers.forward_context import forward_context
+from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.cuda_graph import CudaGraphs
 from workers.graphs.dispatcher import Captured, Dispatch, dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from workers.attention.base import AttentionMetadata
 from workers.batch import BatchBuffers
-from workers.forward_context import ForwardContext
+from workers.forward_context import AttentionMetadata, ForwardContext
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """input_ids [T], positions [T] -> hidden states [T, hidden_size]."""

@@ -14,9 +14,8 @@ from collections.abc import Callable, Generator
 import torch
 from torch import nn
 
-from workers.attention.base import AttentionMetadata
 from workers.compile.compiled_model import CompiledModel
-from workers.forward_context import forward_context
+from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.arena import Arena
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from parallel import toolchain
 from workers.attention import cpu_paged
 from workers.attention.attention_op import attention_reference
-from workers.attention.base import AttentionBackend, AttentionMetadata
+from workers.attention.base import AttentionBackend
 from workers.attention.cpu_paged import NativeCPUAttention, native_backend, use_native
 from workers.attention.registry import choose_backend
 from workers.attention.torch_paged import TorchPagedAttention
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.layers.attention import Attention
 
 NAN = float("nan")

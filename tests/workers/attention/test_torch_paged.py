@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from workers.attention.attention_op import attention_reference
-from workers.attention.base import AttentionMetadata
 from workers.attention.torch_paged import TorchPagedAttention, _group_by_length
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.layers.attention import Attention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.attention.base import AttentionMetadata
 from workers.attention.registry import choose_backend
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.attention.triton_paged import TritonPagedAttention
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.layers.attention import Attention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from workers.attention.attention_op import attention_reference
-from workers.attention.base import AttentionMetadata
 from workers.attention.torch_paged import TorchPagedAttention
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.kernels.ops.kv_cache_write import kv_cache_write_reference
 from workers.kernels.ops.paged_attention import paged_attention_reference
 from workers.layers.attention import Attention

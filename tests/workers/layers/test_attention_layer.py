@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.attention.base import AttentionMetadata
 from workers.attention.torch_paged import TorchPagedAttention
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.layers.attention import Attention
 
 

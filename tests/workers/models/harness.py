@@ -15,8 +15,7 @@ from parallel.group import TensorParallelGroup
 from parallel.linear import gather_columns
 from runtime.common.checkpoint import inspect_checkpoint
 from runtime.common.model_config import load_model_config
-from workers.attention.base import AttentionMetadata
-from workers.forward_context import ForwardContext, forward_context
+from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model
 from workers.quantization.registry import get_quant_config

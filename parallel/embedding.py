@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from parallel.group import TensorParallelGroup, get_group
-from parallel.library import device_keys, register_op
-from parallel.linear import LinearCut, QuantConfig, UnquantizedLinearMethod, choose_method
-from parallel.parameter import ParallelModule, ParameterLoader, Piece
+from parallel.library import dispatch_keys, register_op
+from parallel.linear import QuantConfig, UnquantizedLinearMethod, WeightShard, choose_method
+from parallel.parameter import ParallelModule, ParameterLoader, Partition
 from parallel.shard import BLOCK, Shard, split
 
 
@@ -55,8 +55,8 @@ class _VocabParallel(ParallelModule):
         self.embedding_dim = embedding_dim
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.vocab_shard = split_vocab(num_embeddings, group.size)[group.rank]
-        rows = (Piece(None, num_embeddings, self.vocab_shard),)
-        self.cut = LinearCut(rows, Shard(0, embedding_dim), embedding_dim)
+        partitions = (Partition(None, num_embeddings, self.vocab_shard),)
+        self.weight_shard = WeightShard(partitions, Shard(0, embedding_dim), embedding_dim)
 
 
 class VocabParallelEmbedding(_VocabParallel):
@@ -72,7 +72,7 @@ class VocabParallelEmbedding(_VocabParallel):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
-        UnquantizedLinearMethod().create_parameters(self, self.cut, self.dtype)
+        UnquantizedLinearMethod().create_parameters(self, self.weight_shard, self.dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids ``[T]`` (int32 or int64) to ``[T, embedding_dim]``, on every rank."""
@@ -108,13 +108,13 @@ class ParallelLMHead(_VocabParallel):
         super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
         self._embedding: tuple[VocabParallelEmbedding, ...] = ()
         self.method = choose_method(quant_config, "lm_head", prefix)
-        self.method.create_parameters(self, self.cut, self.dtype)
+        self.method.create_parameters(self, self.weight_shard, self.dtype)
         if bias:
-            self.add_parameter("bias", ParameterLoader(self, "bias", self.cut.rows), self.dtype)
+            self.add_parameter("bias", ParameterLoader(self, "bias", self.weight_shard.partitions), self.dtype)
         else:
             self.register_parameter("bias", None)
 
-    def tie(self, embedding: VocabParallelEmbedding) -> None:
+    def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's weight from now on; the head has no weight parameter of its own any more.
 
         The weight is looked up at every use, because materialising the model replaces it.
@@ -170,4 +170,4 @@ def _vocab_embedding_fake(
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 
 
-register_op("vocab_embedding", _vocab_embedding, fake=_vocab_embedding_fake, dispatch_key=device_keys())
+register_op("vocab_embedding", _vocab_embedding, fake=_vocab_embedding_fake, dispatch_key=dispatch_keys())

@@ -7,55 +7,15 @@ is the only mutable state here. How an exchange is done is the matter of ``paral
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from parallel.collectives.base import Collectives
-from parallel.library import device_keys, register_op
-
-BACKENDS = ("auto", "shm", "gloo", "nccl")
+from parallel.collectives.factory import open_collectives
+from parallel.group_spec import GroupSpec
+from parallel.library import dispatch_keys, register_op
 
 _GROUPS: dict[str, TensorParallelGroup] = {}
 """Open groups by name, for the ops: an op's schema can carry a name but no group."""
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """How one rank finds the others. Plain values, so that a launcher can send it.
-
-    Attributes:
-        name: what compiled graphs call the group; the same in every run ("tp"), unique within a process.
-        rank: this rank.
-        size: the number of ranks.
-        init_method: where ranks meet if they need a store: ``file:///path`` (one host) or ``tcp://host:port``, where
-            rank 0 listens.
-        backend: "auto", "shm", "gloo" or "nccl".
-        same_host: whether all ranks run on one host; then nothing listens outside loopback.
-        run_id: ``lockstep-<pid>-<anything>`` or ``<pid>-<anything>``, with the pid of the driver (or of rank 0), and
-            another one for each start of a group. Shared-memory names are made of it, and those whose pid is dead
-            are swept.
-        timeout: seconds a rank waits for the others in one collective, and for them to come at the start.
-        library_dir: where compiled C code is kept.
-    """
-
-    name: str
-    rank: int
-    size: int
-    init_method: str
-    backend: str = "auto"
-    same_host: bool = True
-    run_id: str = ""
-    timeout: float = 60.0
-    library_dir: str = ""
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(f"group {self.name!r} has rank {self.rank} of {self.size}; ranks are 0 to size - 1")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"group {self.name!r} asks for backend {self.backend!r}; there are {', '.join(BACKENDS)}")
-        if not self.timeout > 0:
-            raise ValueError(f"group {self.name!r} has a timeout of {self.timeout} s; it has to be above 0")
 
 
 class TensorParallelGroup:
@@ -149,8 +109,6 @@ def init_group(spec: GroupSpec, device: torch.device) -> TensorParallelGroup:
     """
     if spec.size == 1:
         return TensorParallelGroup(spec.name, spec.rank, 1, device)
-    from parallel.collectives.choose import open_collectives
-
     return TensorParallelGroup(spec.name, spec.rank, spec.size, device, open_collectives(spec, device))
 
 
@@ -190,5 +148,5 @@ def _all_gather_fake(x: torch.Tensor, group_size: int, group_name: str) -> torch
     return x.new_empty((group_size, *x.shape))
 
 
-register_op("all_reduce", _all_reduce, fake=_all_reduce_fake, dispatch_key=device_keys())
-register_op("all_gather", _all_gather, fake=_all_gather_fake, dispatch_key=device_keys())
+register_op("all_reduce", _all_reduce, fake=_all_reduce_fake, dispatch_key=dispatch_keys())
+register_op("all_gather", _all_gather, fake=_all_gather_fake, dispatch_key=dispatch_keys())

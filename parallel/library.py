@@ -89,6 +89,6 @@ def python_implementations(dispatch_key: str) -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def device_keys() -> tuple[str, ...]:
+def dispatch_keys() -> tuple[str, ...]:
     """Keys for an op whose one implementation serves the platform's device and the CPU of the same machine."""
     return tuple(dict.fromkeys((detect_platform().dispatch_key, "CPU")))

@@ -1,6 +1,6 @@
 """Linear layers over tensor-parallel ranks. Each knows its shard, how to cut a checkpoint tensor, and its forward.
 
-Three things stay apart: the *cut* (:class:`LinearCut`, made by the layer), the *local sum* (a :class:`LinearMethod`:
+Three things stay apart: the *cut* (:class:`WeightShard`, made by the layer), the *local sum* (a :class:`LinearMethod`:
 plain or quantized) and the *collective* (the group's, called by the layer). Every forward returns ``(output, optional
 bias)``, where the bias is None unless a caller is left to add it.
 
@@ -19,52 +19,52 @@ import torch.nn.functional as F
 from typing_extensions import override
 
 from parallel.group import TensorParallelGroup
-from parallel.parameter import ParallelModule, ParameterLoader, Piece, ShapeError, TensorSource
+from parallel.parameter import ParallelModule, ParameterLoader, Partition, ShapeError, TensorSource
 from parallel.shard import BLOCK, HeadShard, Shard, ShardError, split, split_heads
 
 __all__ = [
     "ColumnParallelLinear",
     "LinearBase",
-    "LinearCut",
     "LinearMethod",
     "MergedColumnParallelLinear",
     "ParallelModule",
     "ParameterLoader",
-    "Piece",
+    "Partition",
     "QKVParallelLinear",
     "QuantConfig",
     "RowParallelLinear",
     "ShapeError",
     "TensorSource",
     "UnquantizedLinearMethod",
+    "WeightShard",
 ]
 
 
 @dataclass(frozen=True)
-class LinearCut:
+class WeightShard:
     """What one rank holds of the weight ``[output, input]`` of a linear layer.
 
     Attributes:
-        rows: the output dimension, one piece per matrix stacked in it.
-        columns: this rank's part of the input dimension.
+        partitions: of the output dimension, one per matrix stacked in it.
+        input_shard: this rank's part of the input dimension.
         input_size: the whole input dimension.
     """
 
-    rows: tuple[Piece, ...]
-    columns: Shard
+    partitions: tuple[Partition, ...]
+    input_shard: Shard
     input_size: int
 
     @property
-    def local_rows(self) -> int:
-        """Rows of the local weight."""
-        return sum(piece.shard.size for piece in self.rows)
+    def local_output_size(self) -> int:
+        """Rows of this rank's weight."""
+        return sum(partition.shard.size for partition in self.partitions)
 
 
 class LinearMethod(ABC):
     """How a layer stores its weight and multiplies by it. Implementations are in ``workers/quantization/``."""
 
     @abstractmethod
-    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
+    def create_parameters(self, layer: ParallelModule, shard: WeightShard, dtype: torch.dtype) -> None:
         """Add the layer's parameters (all but the bias), each with its loader, on the ambient device."""
 
     @abstractmethod
@@ -76,7 +76,7 @@ class LinearMethod(ABC):
         *,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """This rank's product: x ``[T, columns.size]`` to ``[T, local_rows]``, plus ``bias [local_rows]`` if given.
+        """This rank's product: x ``[T, input_shard.size]`` to ``[T, local_output_size]``, plus the bias if given.
 
         Args:
             layer: holds the parameters.
@@ -103,11 +103,11 @@ class QuantConfig(Protocol):
 
 
 class UnquantizedLinearMethod(LinearMethod):
-    """A plain weight ``[local_rows, columns.size]`` in the layer's dtype, multiplied by torch."""
+    """A plain weight ``[local_output_size, input_shard.size]`` in the layer's dtype, multiplied by torch."""
 
     @override
-    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
-        loader = ParameterLoader(layer, "weight", cut.rows, columns=(cut.columns, cut.input_size))
+    def create_parameters(self, layer: ParallelModule, shard: WeightShard, dtype: torch.dtype) -> None:
+        loader = ParameterLoader(layer, "weight", shard.partitions, columns=(shard.input_shard, shard.input_size))
         layer.add_parameter("weight", loader, dtype)
 
     @override
@@ -158,7 +158,7 @@ class LinearBase(ParallelModule):
     def __init__(
         self,
         kind: str,
-        cut: LinearCut,
+        shard: WeightShard,
         *,
         group: TensorParallelGroup,
         bias: bool,
@@ -171,12 +171,12 @@ class LinearBase(ParallelModule):
         super().__init__(prefix)
         self.group = group
         self.tp_rank, self.tp_size = _place(group, disable_tp)
-        self.cut = cut
+        self.weight_shard = shard
         dtype = torch.get_default_dtype() if dtype is None else dtype
         self.method = choose_method(quant_config, kind, prefix)
-        self.method.create_parameters(self, cut, dtype)
+        self.method.create_parameters(self, shard, dtype)
         if bias:
-            self.add_parameter("bias", ParameterLoader(self, "bias", cut.rows, zero=zero_bias), dtype)
+            self.add_parameter("bias", ParameterLoader(self, "bias", shard.partitions, zero=zero_bias), dtype)
         else:
             self.register_parameter("bias", None)
 
@@ -186,8 +186,9 @@ class LinearBase(ParallelModule):
 
     @override
     def extra_repr(self) -> str:
-        columns = self.cut.columns
-        return f"rows={self.cut.local_rows}, columns={columns.size}/{self.cut.input_size}, tp_rank={self.tp_rank}"
+        shard = self.weight_shard
+        inputs = f"{shard.input_shard.size}/{shard.input_size}"
+        return f"output_size={shard.local_output_size}, input_size={inputs}, tp_rank={self.tp_rank}"
 
 
 class ColumnParallelLinear(LinearBase):
@@ -218,9 +219,9 @@ class ColumnParallelLinear(LinearBase):
     ) -> None:
         tp_rank, tp_size = _place(group, disable_tp)
         self._shards = split(output_size, tp_size, multiple)
-        rows = (Piece(None, output_size, self._shards[tp_rank]),)
+        partitions = (Partition(None, output_size, self._shards[tp_rank]),)
         super().__init__(
-            "column", LinearCut(rows, Shard(0, input_size), input_size), group=group, bias=bias,
+            "column", WeightShard(partitions, Shard(0, input_size), input_size), group=group, bias=bias,
             quant_config=quant_config, prefix=prefix, disable_tp=disable_tp, dtype=dtype,
         )  # fmt: skip
         self.gather_output = gather_output
@@ -259,12 +260,14 @@ class MergedColumnParallelLinear(LinearBase):
         multiple: int = BLOCK,
     ) -> None:
         tp_rank, tp_size = _place(group, disable_tp)
-        rows = tuple(Piece(i, size, split(size, tp_size, multiple)[tp_rank]) for i, size in enumerate(output_sizes))
+        partitions = tuple(
+            Partition(i, size, split(size, tp_size, multiple)[tp_rank]) for i, size in enumerate(output_sizes)
+        )
         super().__init__(
-            "merged", LinearCut(rows, Shard(0, input_size), input_size), group=group, bias=bias,
+            "merged", WeightShard(partitions, Shard(0, input_size), input_size), group=group, bias=bias,
             quant_config=quant_config, prefix=prefix, disable_tp=disable_tp, dtype=dtype,
         )  # fmt: skip
-        self.local_output_sizes = tuple(piece.shard.size for piece in rows)
+        self.local_output_sizes = tuple(partition.shard.size for partition in partitions)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x ``[T, input_size]`` to ``[T, sum(local_output_sizes)]``."""
@@ -307,9 +310,13 @@ class QKVParallelLinear(LinearBase):
         self.head_shard: HeadShard = split_heads(num_heads, num_kv_heads, tp_size)[tp_rank]
         q, kv = _elements(self.head_shard.q, head_dim), _elements(self.head_shard.kv, head_dim)
         whole_kv = num_kv_heads * head_dim
-        rows = (Piece("q", num_heads * head_dim, q), Piece("k", whole_kv, kv), Piece("v", whole_kv, kv))
+        partitions = (
+            Partition("q", num_heads * head_dim, q),
+            Partition("k", whole_kv, kv),
+            Partition("v", whole_kv, kv),
+        )
         super().__init__(
-            "qkv", LinearCut(rows, Shard(0, hidden_size), hidden_size), group=group, bias=bias,
+            "qkv", WeightShard(partitions, Shard(0, hidden_size), hidden_size), group=group, bias=bias,
             quant_config=quant_config, prefix=prefix, disable_tp=disable_tp, dtype=dtype,
         )  # fmt: skip
         self.q_size = q.size
@@ -357,9 +364,9 @@ class RowParallelLinear(LinearBase):
         if disable_tp or shards is None:
             shards = split(input_size, tp_size, multiple)
         _check_shards(shards, input_size, tp_size, prefix)
-        rows = (Piece(None, output_size, Shard(0, output_size)),)
+        partitions = (Partition(None, output_size, Shard(0, output_size)),)
         super().__init__(
-            "row", LinearCut(rows, shards[tp_rank], input_size), group=group, bias=bias,
+            "row", WeightShard(partitions, shards[tp_rank], input_size), group=group, bias=bias,
             quant_config=quant_config, prefix=prefix, disable_tp=disable_tp, dtype=dtype,
             zero_bias=not reduce_results and tp_rank > 0,
         )  # fmt: skip

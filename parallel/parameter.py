@@ -1,6 +1,6 @@
 """How a parameter of a parallel layer is filled: which slice of which checkpoint tensor goes where.
 
-A layer states its cut as :class:`Piece` objects; the :class:`ParameterLoader` that hangs on each parameter checks
+A layer states its cut as :class:`Partition` objects; the :class:`ParameterLoader` that hangs on each parameter checks
 shapes, reads only the slice of this rank and keeps account of what came. Opening files and matching tensor names is
 the matter of ``workers/weights.py``; what the cuts are is known by the layers alone.
 """
@@ -43,7 +43,7 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Partition:
     """A run of rows (dimension 0) of a parameter that comes from one matrix of the model.
 
     Attributes:
@@ -61,13 +61,13 @@ class Piece:
 class ParameterLoader:
     """Fills one parameter of one layer from checkpoint tensors.
 
-    The parameter holds this rank's rows of every piece, in order. A tensor brings one piece (``shard_id`` names it)
-    or all of them below one another (``shard_id`` None).
+    The parameter holds this rank's rows of every partition, in order. A tensor holds one partition (``shard_id``
+    names it) or all of them stacked (``shard_id`` None).
 
     Args:
         module: the layer; its parameter is looked up at every load, because materialising replaces it.
         name: of the parameter within the layer.
-        pieces: its rows.
+        partitions: its rows.
         columns: what this rank keeps of dimension 1, and the whole size; None for a parameter of one dimension.
         zero: keep zeros whatever the checkpoint says (for what only one rank may add).
     """
@@ -76,7 +76,7 @@ class ParameterLoader:
         self,
         module: ParallelModule,
         name: str,
-        pieces: tuple[Piece, ...],
+        partitions: tuple[Partition, ...],
         *,
         columns: tuple[Shard, int] | None = None,
         zero: bool = False,
@@ -84,7 +84,7 @@ class ParameterLoader:
         self.label = f"{module.prefix}.{name}" if module.prefix else name
         self._module = module
         self._name = name
-        self._pieces = pieces
+        self._partitions = partitions
         self._columns = columns
         self._zero = zero
         self._filled: set[ShardId] = set()
@@ -92,7 +92,7 @@ class ParameterLoader:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's parameter."""
-        rows = sum(piece.shard.size for piece in self._pieces)
+        rows = sum(partition.shard.size for partition in self._partitions)
         return (rows,) if self._columns is None else (rows, self._columns[0].size)
 
     def load(self, source: TensorSource, shard_id: ShardId = None) -> None:
@@ -100,11 +100,11 @@ class ParameterLoader:
 
         Args:
             source: the whole tensor; only the slice is read.
-            shard_id: which piece it is, None if it is the whole (plain or already fused) matrix.
+            shard_id: which partition it is, None if it is the whole (plain or already fused) matrix.
 
         Raises:
             ShapeError: the tensor has another shape than the model.
-            ValueError: the parameter has no such piece.
+            ValueError: the parameter has no such partition.
             RuntimeError: the parameter is still on the meta device.
         """
         parameter: torch.Tensor = getattr(self._module, self._name)
@@ -112,36 +112,36 @@ class ParameterLoader:
             raise RuntimeError(
                 f"{self.label} is on the meta device; materialise the model before loading {source.name}"
             )
-        wanted = self._pieces if shard_id is None else tuple(p for p in self._pieces if p.shard_id == shard_id)
+        wanted = self._partitions if shard_id is None else tuple(p for p in self._partitions if p.shard_id == shard_id)
         if not wanted:
-            known = ", ".join(repr(piece.shard_id) for piece in self._pieces)
-            raise ValueError(f"{self.label} has no piece {shard_id!r} for tensor {source.name}; it has {known}")
-        self._check_shape(source, sum(piece.total for piece in wanted))
+            known = ", ".join(repr(partition.shard_id) for partition in self._partitions)
+            raise ValueError(f"{self.label} has no partition {shard_id!r} for tensor {source.name}; it has {known}")
+        self._check_shape(source, sum(partition.total for partition in wanted))
         columns = () if self._columns is None else (slice(self._columns[0].start, self._columns[0].stop),)
         base = 0
-        for piece in wanted:
-            begin = self._offset(piece)
-            target = parameter.detach()[begin : begin + piece.shard.size]
+        for partition in wanted:
+            begin = self._offset(partition)
+            target = parameter.detach()[begin : begin + partition.shard.size]
             if self._zero:
                 target.zero_()
             else:
-                part = source.read(slice(base + piece.shard.start, base + piece.shard.stop), *columns)
+                part = source.read(slice(base + partition.shard.start, base + partition.shard.stop), *columns)
                 if part.shape != target.shape:
                     raise ShapeError(f"reading a slice of {source.name} gave {_dims(part)} and not {_dims(target)}")
                 target.copy_(part)
-            self._filled.add(piece.shard_id)
-            base += piece.total
+            self._filled.add(partition.shard_id)
+            base += partition.total
 
     def missing(self) -> list[str]:
-        """What was never filled: the parameter's name, with ``[shard_id]`` where it is one piece of several."""
+        """What was never filled: the parameter's name, with ``[shard_id]`` where it is one partition of several."""
         return [
-            self.label if piece.shard_id is None else f"{self.label}[{piece.shard_id}]"
-            for piece in self._pieces
-            if piece.shard_id not in self._filled
+            self.label if partition.shard_id is None else f"{self.label}[{partition.shard_id}]"
+            for partition in self._partitions
+            if partition.shard_id not in self._filled
         ]
 
-    def _offset(self, piece: Piece) -> int:
-        before = self._pieces[: self._pieces.index(piece)]
+    def _offset(self, partition: Partition) -> int:
+        before = self._partitions[: self._partitions.index(partition)]
         return sum(other.shard.size for other in before)
 
     def _check_shape(self, source: TensorSource, rows: int) -> None:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel.collectives import shared_memory
-from parallel.group import GroupSpec, TensorParallelGroup, init_group, single_rank_group
+from parallel.group import TensorParallelGroup, init_group, single_rank_group
+from parallel.group_spec import GroupSpec
 from parallel.platform import detect_platform
 from parallel.toolchain import build_ahead
 from runtime.common.channel import Channel, ChannelClosedError

@@ -143,9 +143,9 @@ def look_at_shared_memory() -> Iterator[Finding]:
         yield Finding("/dev/shm", WARN, detail, advice)
     else:
         yield Finding("/dev/shm", OK, detail)
-    from parallel.collectives.segment import sweep_stale
+    from parallel.collectives.segment import remove_stale_segments
 
-    if removed := sweep_stale():
+    if removed := remove_stale_segments():
         yield Finding("leftovers", OK, f"removed shared memory of dead runs: {', '.join(removed)}")
     else:
         yield Finding("leftovers", OK, "no shared memory of dead runs")

@@ -134,16 +134,16 @@ class Call(NamedTuple):
         return text + (f" in epoch {self.epoch}" if self.epoch else "")
 
 
-def mismatch_text(calls: dict[int, Call], number: int) -> str:
+def describe_mismatch(calls: dict[int, Call], number: int) -> str:
     """The message of a :class:`CollectiveMismatch` from what each rank called."""
     by_call: dict[Call, list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
-    told = "; ".join(f"{rank_list(ranks)} called {call}" for call, ranks in by_call.items())
+    told = "; ".join(f"{format_ranks(ranks)} called {call}" for call, ranks in by_call.items())
     return f"the ranks do not agree on collective {number}: {told}. One of them skipped or added a collective before"
 
 
-def rank_list(ranks: list[int] | tuple[int, ...]) -> str:
+def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
     """``rank 1`` or ``ranks 1, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 

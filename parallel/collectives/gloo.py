@@ -24,8 +24,8 @@ from parallel.collectives.base import (
     CollectiveTimeout,
     HostCollectives,
     Operation,
-    mismatch_text,
-    rank_list,
+    describe_mismatch,
+    format_ranks,
 )
 from parallel.collectives.store import LOOPBACK
 
@@ -69,7 +69,7 @@ class GlooCollectives(HostCollectives):
             self._process_group = gloo(store, rank, size, options)
         except RuntimeError as error:
             missing = self._absent("start")
-            text = f"{rank_list(missing)} of {size} did not come within {timeout:g} s" if missing else str(error)
+            text = f"{format_ranks(missing)} of {size} did not come within {timeout:g} s" if missing else str(error)
             raise CollectiveTimeout(f"gloo group {group!r}: {text}; rank {rank} gave up", missing) from error
 
     @override
@@ -122,7 +122,7 @@ class GlooCollectives(HostCollectives):
             for rank, (operation, dtype, root, nbytes, epoch, *_) in enumerate(headers)
         }
         if len(set(calls.values())) > 1:
-            raise CollectiveMismatch(mismatch_text(calls, self._number))
+            raise CollectiveMismatch(describe_mismatch(calls, self._number))
 
     def _failed(self, call: Call, error: RuntimeError) -> CollectiveError:
         """gloo says that it failed but not because of whom: the ranks that wait tell each other through the store."""
@@ -135,8 +135,8 @@ class GlooCollectives(HostCollectives):
         while (missing := self._absent(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return CollectiveTimeout(
-            f"{rank_list(missing) if missing else 'some rank'} did not join {where} within {self._timeout:g} s; rank "
-            f"{self.rank} gave up. The missing rank is dead, hung, or skipped a collective",
+            f"{format_ranks(missing) if missing else 'some rank'} did not join {where} within {self._timeout:g} s; "
+            f"rank {self.rank} gave up. The missing rank is dead, hung, or skipped a collective",
             missing,
         )
 

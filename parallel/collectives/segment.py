@@ -17,7 +17,7 @@ import time
 from enum import IntEnum
 from pathlib import Path
 
-from parallel.collectives.base import CollectiveError, CollectiveTimeout, rank_list
+from parallel.collectives.base import CollectiveError, CollectiveTimeout, format_ranks
 
 DIRECTORY = "/dev/shm"
 
@@ -72,7 +72,7 @@ class Segment:
             if time.monotonic() > deadline:
                 missing = tuple(other for other, said in enumerate(votes) if not said)
                 raise CollectiveTimeout(
-                    f"{rank_list(missing)} of {self.size} did not come to shared memory {self._path} within "
+                    f"{format_ranks(missing)} of {self.size} did not come to shared memory {self._path} within "
                     f"{timeout:g} s; rank {rank} gave up",
                     missing,
                 )
@@ -130,7 +130,9 @@ def create_segment(name: str, size: int, slot_bytes: int, directory: str = DIREC
     except OSError as error:
         raise CollectiveError(f"cannot make shared memory {unnamed}: {error.strerror}") from error
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)  # held as long as the name exists: sweep_stale leaves locked files alone
+        fcntl.flock(
+            fd, fcntl.LOCK_SH
+        )  # held as long as the name exists: remove_stale_segments leaves locked files alone
         os.posix_fallocate(fd, 0, needed)  # without it, a full /dev/shm would be a SIGBUS in the middle of a step
         os.pwrite(fd, _layout(size, slot_bytes), 0)
         os.link(unnamed, path)
@@ -174,7 +176,7 @@ def attach_segment(name: str, size: int, slot_bytes: int, timeout: float, direct
     return Segment(path, fd, size, slot_bytes)
 
 
-def sweep_stale(directory: str = DIRECTORY) -> list[str]:
+def remove_stale_segments(directory: str = DIRECTORY) -> list[str]:
     """Remove shared memory that a dead run has left, and give the names that were removed.
 
     A name of ours is stale if the process whose pid it carries is dead and nobody has the file locked. The lock

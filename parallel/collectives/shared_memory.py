@@ -21,16 +21,16 @@ from parallel.collectives.base import (
     CollectiveTimeout,
     HostCollectives,
     Operation,
-    mismatch_text,
-    rank_list,
+    describe_mismatch,
+    format_ranks,
 )
 from parallel.collectives.segment import (
     Segment,
     Vote,
     attach_segment,
     create_segment,
+    remove_stale_segments,
     segment_name,
-    sweep_stale,
 )
 from parallel.toolchain import NativeBuildError, load_library
 
@@ -148,7 +148,7 @@ class SharedMemoryCollectives(HostCollectives):
     def _timed_out(self, call: Call) -> CollectiveTimeout:
         missing = self._behind()
         return CollectiveTimeout(
-            f"{rank_list(missing)} did not join {call} (collective {self._number} of group {self._group!r}) within "
+            f"{format_ranks(missing)} did not join {call} (collective {self._number} of group {self._group!r}) within "
             f"{self._timeout:g} s; rank {self.rank} gave up. The missing rank is dead, hung, or skipped a collective",
             missing,
         )
@@ -156,14 +156,16 @@ class SharedMemoryCollectives(HostCollectives):
     def _failed(self, call: Call, status: int) -> CollectiveError:
         where = f"{call} (collective {self._number} of group {self._group!r})"
         if status == _MISMATCH:
-            return CollectiveMismatch(mismatch_text({r: self._called_by(r) for r in range(self.size)}, self._number))
+            return CollectiveMismatch(
+                describe_mismatch({r: self._called_by(r) for r in range(self.size)}, self._number)
+            )
         if status == _ABORTED:
             who = self._library.lockstep_aborted(self._pointer) - 1
             return CollectiveError(
                 f"rank {self.rank} cannot finish {where}: rank {who} gave the group up, and its error says why"
             )
         left = tuple(r for r in self._behind() if self._library.lockstep_has_left(self._pointer, r))
-        return CollectiveError(f"rank {self.rank} cannot finish {where}: {rank_list(left)} has closed the group")
+        return CollectiveError(f"rank {self.rank} cannot finish {where}: {format_ranks(left)} has closed the group")
 
     def _behind(self) -> tuple[int, ...]:
         """The ranks that have not joined the current round."""
@@ -210,7 +212,7 @@ def open_shared_memory(
     except NativeBuildError as error:
         reason = str(error)
     if rank == 0:
-        sweep_stale()
+        remove_stale_segments()
         segment = create_segment(name, size, slot_bytes)
     else:
         segment = attach_segment(name, size, slot_bytes, timeout)
@@ -218,7 +220,7 @@ def open_shared_memory(
         votes = segment.vote(rank, Vote.READY if library else Vote.NO_LIBRARY, timeout)
         without = tuple(other for other, vote in enumerate(votes) if vote is not Vote.READY)
         if without or library is None:
-            raise NoLibraryError(f"{rank_list(without)} has no library for shared memory. {reason}".rstrip())
+            raise NoLibraryError(f"{format_ranks(without)} has no library for shared memory. {reason}".rstrip())
         return SharedMemoryCollectives(group, rank, size, segment, library, timeout)
     except BaseException:
         segment.close()

@@ -15,7 +15,8 @@ from typing import Any
 import msgpack
 import torch
 
-from parallel.group import GroupSpec, init_group
+from parallel.group import init_group
+from parallel.group_spec import GroupSpec
 
 PR_SET_PDEATHSIG = 1
 

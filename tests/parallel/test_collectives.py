@@ -16,7 +16,8 @@ import torch
 from parallel import toolchain
 from parallel.collectives.base import CollectiveError, CollectiveMismatch, CollectiveTimeout
 from parallel.collectives.shared_memory import SLOT_BYTES, open_shared_memory
-from parallel.group import GroupSpec, TensorParallelGroup, init_group
+from parallel.group import TensorParallelGroup, init_group
+from parallel.group_spec import GroupSpec
 from tests.dist.ranks import run_ranks, try_ranks
 
 HOST_BACKENDS = ["shm", "gloo"]

@@ -18,7 +18,7 @@ def test_a_tied_head_follows_the_embedding_through_materialising() -> None:
     with torch.device("meta"):
         model.lm_head = ParallelLMHead(101, 8, group=ALONE)
         model.embed_tokens = VocabParallelEmbedding(101, 8, group=ALONE)
-    model.lm_head.tie(model.embed_tokens)
+    model.lm_head.tie_weights(model.embed_tokens)
     model.to_empty(device="cpu")
     assert [name for name, _ in model.named_parameters()] == ["embed_tokens.weight"]
     assert model.lm_head.weight is model.embed_tokens.weight
@@ -30,7 +30,7 @@ def test_a_tied_head_follows_the_embedding_through_materialising() -> None:
 def test_tying_to_another_shape_is_refused() -> None:
     head = ParallelLMHead(101, 8, group=ALONE, prefix="lm_head")
     with pytest.raises(ValueError, match=r"lm_head \(101, 8\) cannot share .* \(100, 8\)"):
-        head.tie(VocabParallelEmbedding(100, 8, group=ALONE))
+        head.tie_weights(VocabParallelEmbedding(100, 8, group=ALONE))
 
 
 def test_an_uneven_vocabulary_is_held_completely_and_alike_by_both_ends() -> None:

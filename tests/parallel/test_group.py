@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from parallel.collectives.base import Collectives
-from parallel.group import GroupSpec, TensorParallelGroup, get_group, init_group, single_rank_group
+from parallel.group import TensorParallelGroup, get_group, init_group, single_rank_group
+from parallel.group_spec import GroupSpec
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,7 @@ def test_init_group_of_one_needs_nobody() -> None:
     [
         ({"rank": 2}, "rank 2 of 2"),
         ({"size": 0}, "rank 0 of 0"),
-        ({"backend": "mpi"}, "'mpi'; there are auto, shm, gloo, nccl"),
+        ({"backend": "mpi"}, "'mpi'; known: auto, shm, gloo, nccl"),
         ({"timeout": 0.0}, "timeout of 0.0 s"),
     ],
 )

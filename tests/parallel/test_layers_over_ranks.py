@@ -40,7 +40,7 @@ def column_parallel(group: TensorParallelGroup, width: int) -> None:
     with torch.device("meta"):
         local = ColumnParallelLinear(HIDDEN, width, group=group, bias=True)
         whole = ColumnParallelLinear(HIDDEN, width, group=group, bias=True, gather_output=True, multiple=1)
-    shard = local.cut.rows[0].shard
+    shard = local.weight_shard.partitions[0].shard
     y, left_over = filled(local, weight, bias)(x)
     assert left_over is None
     torch.testing.assert_close(y, expected[:, shard.start : shard.stop])
@@ -91,7 +91,7 @@ def vocabulary(group: TensorParallelGroup, vocab_size: int) -> None:
         embedding = VocabParallelEmbedding(vocab_size, HIDDEN, group=group, prefix="embed_tokens")
         head = ParallelLMHead(vocab_size, HIDDEN, group=group, bias=True)
         tied = ParallelLMHead(vocab_size, HIDDEN, group=group)
-    tied.tie(embedding)
+    tied.tie_weights(embedding)
     hidden = filled(embedding, weight)(ids)
     assert torch.equal(hidden, reference(ids))
     assert torch.equal(embedding(ids.int()), reference(ids))
@@ -139,7 +139,7 @@ def traced(group: TensorParallelGroup) -> str:
 
 
 def test_a_traced_graph_is_the_same_on_every_rank() -> None:
-    # Compiled pieces and saved plans are shared by all ranks: a rank's number in a graph would be another rank's bug.
+    # All ranks share compiled subgraphs, so a graph must not contain a rank.
     first, second = run_ranks(traced, 2)
     assert "lockstep.all_reduce" in first
     assert first == second

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from parallel.group import single_rank_group
 from parallel.linear import (
     ColumnParallelLinear,
-    LinearCut,
     LinearMethod,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
+    WeightShard,
 )
 from parallel.parameter import ParallelModule
 from parallel.shard import Shard, ShardError
@@ -89,8 +89,8 @@ def test_row_shards_that_do_not_cover_the_input_are_refused(shards: tuple[Shard,
 class _Doubled(LinearMethod):
     """A method that keeps its weight elsewhere, as quantization does."""
 
-    def create_parameters(self, layer: ParallelModule, cut: LinearCut, dtype: torch.dtype) -> None:
-        UnquantizedLinearMethod().create_parameters(layer, cut, dtype)
+    def create_parameters(self, layer: ParallelModule, shard: WeightShard, dtype: torch.dtype) -> None:
+        UnquantizedLinearMethod().create_parameters(layer, shard, dtype)
 
     def apply(
         self,

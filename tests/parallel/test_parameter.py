@@ -108,5 +108,5 @@ def test_a_wrong_shape_names_tensor_expected_and_found(shape: tuple[int, ...]) -
 
 def test_an_unknown_piece_names_the_known_ones() -> None:
     layer = materialised(QKVParallelLinear(8, 4, 2, 2, group=single_rank_group(CPU)))
-    with pytest.raises(ValueError, match=r"no piece 'x'.*'q', 'k', 'v'"):
+    with pytest.raises(ValueError, match=r"no partition 'x'.*'q', 'k', 'v'"):
         layer.weight.loader.load(Recorded(torch.zeros(8, 8)), "x")

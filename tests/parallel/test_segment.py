@@ -15,9 +15,9 @@ from parallel.collectives.segment import (
     Vote,
     attach_segment,
     create_segment,
+    remove_stale_segments,
     segment_bytes,
     segment_name,
-    sweep_stale,
 )
 
 SLOT = 4096
@@ -90,9 +90,9 @@ def test_sweeps_only_names_of_dead_pids(tmp_path: Path, dead_pid: int) -> None:
     kept = [f"lockstep-{os.getpid()}-a-tp", "lockstep-1-a-tp", f"other-{dead_pid}-a", "lockstep-nopid-a"]
     for name in stale + kept:
         (tmp_path / name).touch()
-    assert sweep_stale(str(tmp_path)) == stale
+    assert remove_stale_segments(str(tmp_path)) == stale
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
-    assert sweep_stale(str(tmp_path)) == []
+    assert remove_stale_segments(str(tmp_path)) == []
 
 
 def test_does_not_sweep_what_a_living_process_holds(tmp_path: Path, dead_pid: int) -> None:
@@ -100,9 +100,9 @@ def test_does_not_sweep_what_a_living_process_holds(tmp_path: Path, dead_pid: in
     path = tmp_path / f"lockstep-{dead_pid}-a-tp"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_SH)
-        assert sweep_stale(str(tmp_path)) == []
-    assert sweep_stale(str(tmp_path)) == [path.name]
+        assert remove_stale_segments(str(tmp_path)) == []
+    assert remove_stale_segments(str(tmp_path)) == [path.name]
 
 
 def test_a_missing_folder_has_nothing_to_sweep(tmp_path: Path) -> None:
-    assert sweep_stale(str(tmp_path / "none")) == []
+    assert remove_stale_segments(str(tmp_path / "none")) == []

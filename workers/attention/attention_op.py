@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.library import device_keys, register_op
+from parallel.library import dispatch_keys, register_op
 from workers.forward_context import get_forward_context
 
 
@@ -90,5 +90,5 @@ register_op(
     attention,
     mutates_args=("output", "output_scale"),
     fake=attention_fake,
-    dispatch_key=device_keys(),
+    dispatch_key=dispatch_keys(),
 )

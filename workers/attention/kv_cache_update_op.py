@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.library import device_keys, register_op
+from parallel.library import dispatch_keys, register_op
 from workers.forward_context import get_forward_context
 
 
@@ -33,4 +33,4 @@ def kv_cache_update_fake(key: torch.Tensor, value: torch.Tensor, layer_name: str
     return torch.empty(0, dtype=key.dtype, device=key.device)
 
 
-register_op("kv_cache_update", kv_cache_update, fake=kv_cache_update_fake, dispatch_key=device_keys())
+register_op("kv_cache_update", kv_cache_update, fake=kv_cache_update_fake, dispatch_key=dispatch_keys())

@@ -6,7 +6,7 @@ from typing import overload
 
 import torch
 
-from parallel.parameter import ParallelModule, ParameterLoader, Piece
+from parallel.parameter import ParallelModule, ParameterLoader, Partition
 from parallel.shard import Shard
 from workers.kernels.ops.rms_norm import fused_add_rms_norm, rms_norm
 
@@ -24,7 +24,7 @@ class RMSNorm(ParallelModule):
     def __init__(self, hidden_size: int, eps: float, *, dtype: torch.dtype, prefix: str = "") -> None:
         super().__init__(prefix)
         self.eps = eps
-        whole = Piece(None, hidden_size, Shard(0, hidden_size))
+        whole = Partition(None, hidden_size, Shard(0, hidden_size))
         self.add_parameter("weight", ParameterLoader(self, "weight", (whole,)), dtype)
 
     @overload

@@ -244,7 +244,7 @@ class DecoderForCausalLM(nn.Module):
             dtype=dtype,
         )
         if config.tie_word_embeddings:
-            self.lm_head.tie(self.model.embed_tokens)
+            self.lm_head.tie_weights(self.model.embed_tokens)
         self.ignored_weights = self.computed_weights + (("lm_head.weight",) if config.tie_word_embeddings else ())
         self.attention_layers = {m.prefix: m for m in self.modules() if isinstance(m, Attention)}
 

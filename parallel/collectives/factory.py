@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
 
 import torch
 
 from parallel.collectives.base import CollectiveError, Collectives
 from parallel.collectives.segment import DIRECTORY
 from parallel.collectives.shared_memory import NoLibraryError, open_shared_memory
+from parallel.group_spec import GroupSpec
 from parallel.platform import platform_for
-
-if TYPE_CHECKING:
-    from parallel.group import GroupSpec
 
 logger = logging.getLogger("lockstep")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from runtime.common.config import EngineConfig, SamplingParams, StructuredOutputs
+from runtime.common.config import EngineConfig
 from runtime.common.errors import (
     CheckpointError,
     ConfigError,
@@ -27,6 +27,7 @@ from runtime.common.errors import (
     RequestError,
     StartupError,
 )
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from launch.llm import LLM, AsyncLLM

@@ -23,10 +23,11 @@ from benchmarks.ops import median_milliseconds
 from benchmarks.random_model import RandomRunner, llama_config
 from benchmarks.roofline import read_bandwidth
 from parallel.group import single_rank_group
-from runtime.common.config import EngineConfig, SamplingParams, resolve
+from runtime.common.config import CompileMode, EngineConfig, resolve
 from runtime.common.model_config import ModelConfig, load_model_config
 from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
-from workers.compile.levels import CompileMode, CompileSettings
+from runtime.common.sampling_params import SamplingParams
+from workers.compile.levels import CompileSettings
 from workers.runner import ModelRunner
 
 LLAMA_8B = {

@@ -19,7 +19,7 @@ from benchmarks.kernel_checks import CHECKS
 from benchmarks.ops import bench_kernels
 from benchmarks.random_model import write_checkpoint
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 
 Report = dict[str, Any]
 """What a section found; kept also if the section fails later."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from benchmarks.roofline import decode_step_bytes, read_bandwidth
 from launch.llm import LLM
 from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 
 REPEATS = 3
 """Each figure is the median of so many runs, after one that warms up."""

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.shares import shares
 from benchmarks.workload import make_work, token_prompt
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 4
 

@@ -24,10 +24,11 @@ from launch.local import LocalLauncher
 from launch.progress import Bar, Progress, Throughput
 from parallel.shard import ShardError, check_tp_size
 from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import EngineConfig, SamplingParams, resolve
+from runtime.common.config import EngineConfig, resolve
 from runtime.common.errors import ConfigError, EngineClosedError, RequestError
 from runtime.common.log import configure_logging
 from runtime.common.model_config import ModelConfig, load_model_config
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
 from runtime.engine.request import RequestOutput

@@ -16,18 +16,18 @@ from parallel.group import TensorParallelGroup
 from parallel.library import python_implementations
 from parallel.platform import platform_for
 from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import EngineConfig
+from runtime.common.config import CompileMode, EngineConfig, GraphMode
 from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
 from workers.batch import Batch, BatchBuffers
-from workers.compile.levels import CompileMode, CompileSettings, missing_for_compiling, resolve_level
+from workers.compile.levels import CompileSettings, missing_for_compiling, resolve_level
 from workers.faults import FaultInjector
 from workers.forward_context import AttentionMetadata, ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
 from workers.graphs.inputs import Forward, StaticInputs
-from workers.graphs.modes import GraphMode, supported_mode
+from workers.graphs.modes import supported_mode
 from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.decoder import DecoderForCausalLM

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from runtime.common.config import EngineConfig, SamplingParams, StructuredOutputs, checked_fields
+from runtime.common.config import EngineConfig, checked_fields
 from runtime.common.errors import ConfigError, InputError
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 
 CLI_MAX_TOKENS = 128
 """``--max-tokens`` unless told otherwise: the API's 16 would cut most answers that a person asks for."""

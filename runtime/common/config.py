@@ -8,12 +8,11 @@ a checkpoint says about itself lives in ``model_config.py``; environment variabl
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
 
-from runtime.common.errors import ConfigError, RequestError
+from runtime.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from runtime.common.model_config import ModelConfig
@@ -21,23 +20,74 @@ if TYPE_CHECKING:
 EXECUTORS = ("auto", "ray", "local", "torchrun")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
-GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
-COMPILE_MODES = ("NONE", "STOCK", "DYNAMO_TRACE_ONCE", "PIECEWISE")
 STAGES = ("spawn", "device", "group", "weights", "kv_cache", "compile", "capture", "ready")
 
 STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 """``max_num_batched_tokens`` unless it is set: enough to be quick, and about a second on two cores."""
 
 MAX_SEED = 2**63 - 1
-MAX_PARALLEL_SAMPLES = 128
-MAX_OUTPUT_TOKENS = 2**31 - 1
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_LOGIT_BIAS = 1024
-LOGIT_BIAS_BOUNDS = (-100.0, 100.0)
-MAX_STRUCTURED_CHOICES = 1024
-MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
+
+class CompileMode(StrEnum):
+    """How the model is compiled.
+
+    NONE: not at all. STOCK: torch.compile as it comes, guards and all. DYNAMO_TRACE_ONCE: one trace, no guards, the
+    whole graph through Inductor. PIECEWISE: one trace, no guards, cut at attention, each distinct subgraph through
+    Inductor once.
+    """
+
+    NONE = "NONE"
+    STOCK = "STOCK"
+    DYNAMO_TRACE_ONCE = "DYNAMO_TRACE_ONCE"
+    PIECEWISE = "PIECEWISE"
+
+
+class GraphMode(StrEnum):
+    """How steps run. The first three are also what one step runs as; the pairs differ by kind of batch.
+
+    A FULL graph holds the whole forward pass, attention included, for batches in which every request has one new
+    token (decode). A PIECEWISE graph holds what stands between the attention layers, which run as ever, so it serves
+    any batch of its number of tokens. FULL alone captures for decode only, as FULL_DECODE_ONLY does.
+    """
+
+    NONE = "NONE"
+    PIECEWISE = "PIECEWISE"
+    FULL = "FULL"
+    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
+    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
+
+    @classmethod
+    def parse(cls, text: str) -> GraphMode:
+        """The mode of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        try:
+            return cls(text)
+        except ValueError:
+            allowed = ", ".join(mode.value for mode in cls)
+            raise ConfigError(f"cudagraph_mode is {text!r}; allowed: {allowed}") from None
+
+    @property
+    def decode(self) -> GraphMode:
+        """NONE, PIECEWISE or FULL: what a pure decode batch asks for."""
+        return self if self in (GraphMode.NONE, GraphMode.PIECEWISE) else GraphMode.FULL
+
+    @property
+    def mixed(self) -> GraphMode:
+        """NONE or PIECEWISE: what any other batch asks for."""
+        piecewise = self in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE)
+        return GraphMode.PIECEWISE if piecewise else GraphMode.NONE
+
+    @classmethod
+    def of(cls, decode: GraphMode, mixed: GraphMode) -> GraphMode:
+        """The mode whose halves these are."""
+        return next(mode for mode in reversed(cls) if (mode.decode, mode.mixed) == (decode, mixed))
+
+
+GRAPH_MODES = tuple(mode.value for mode in GraphMode)
+COMPILE_MODES = tuple(mode.value for mode in CompileMode)
 
 Bounds = tuple[float, float]
 """The least and the greatest value that a number may have, both included."""
@@ -253,206 +303,3 @@ def resolve(config: EngineConfig, model: ModelConfig, *, device: str, executor: 
         cudagraph_mode=mode,
         quantization=config.quantization or model.quantization,
     )
-
-
-@dataclass(frozen=True)
-class StructuredOutputs:
-    """What the output has to match: exactly one of the fields is set. Names are vLLM's.
-
-    Attributes:
-        json: a JSON schema, as text or as the object it stands for; kept as text.
-        json_object: any JSON object.
-        regex: a regular expression that matches the whole output.
-        grammar: a context-free grammar in Lark's notation, or in GBNF (recognised by ``::=``).
-        choice: one of these texts.
-
-    Raises:
-        RequestError: none or several are set, or one is too long. Whether a schema or grammar can be used at all is
-            ``structured.py``'s to say.
-    """
-
-    json: str | None = None
-    json_object: bool = False
-    regex: str | None = None
-    grammar: str | None = None
-    choice: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        value: Any = self.json
-        if isinstance(value, (dict, bool)):
-            object.__setattr__(self, "json", json.dumps(value))
-        if self.choice:
-            choice = _as_tuple(self.choice)
-            most = MAX_STRUCTURED_CHOICES
-            if choice is None or len(choice) > most or not all(isinstance(v, str) and v for v in choice):
-                raise RequestError(
-                    f"choice takes at most {most} strings that are not empty; got {self.choice!r:.200}",
-                    param="structured_outputs",
-                )
-            object.__setattr__(self, "choice", choice)
-        for name in ("json", "regex", "grammar"):
-            text = getattr(self, name)
-            if text is not None and (not isinstance(text, str) or not text):
-                raise RequestError(
-                    f"structured output by {name} takes a text that is not empty; got {text!r:.200}",
-                    param="structured_outputs",
-                )
-            if text is not None and len(text) > MAX_GRAMMAR_CHARACTERS:
-                raise RequestError(
-                    f"{name} has {len(text)} characters; allowed: {MAX_GRAMMAR_CHARACTERS}", param="structured_outputs"
-                )
-        asked = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) not in (None, False, ())]
-        if len(asked) != 1:
-            given = ", ".join(asked) or "none"
-            raise RequestError(
-                f"structured output takes exactly one of json, json_object, regex, grammar, choice; got {given}",
-                param="structured_outputs",
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Only what is set, as msgpack can carry it."""
-        return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue one prompt. Field names and meanings are vLLM's.
-
-    Raises:
-        RequestError: a value out of range or two that contradict each other.
-    """
-
-    n: int = setting(
-        1, "number of independent continuations of each prompt", short="-n", bounds=(1, MAX_PARALLEL_SAMPLES)
-    )
-    max_tokens: int = setting(16, "most tokens to generate", bounds=(1, MAX_OUTPUT_TOKENS))
-    min_tokens: int = setting(
-        0, "fewest tokens before an end-of-sequence token or a stop string may end it", bounds=(0, MAX_OUTPUT_TOKENS)
-    )
-    temperature: float = setting(1.0, "0: greedy; higher: flatter", bounds=(0.0, 100.0))
-    top_p: float = setting(1.0, "sample among the likeliest tokens that sum to this probability", bounds=(1e-9, 1.0))
-    top_k: int = setting(0, "sample among this many likeliest tokens; 0: all", bounds=(0, 2**31 - 1))
-    min_p: float = setting(0.0, "drop tokens less likely than this share of the likeliest", bounds=(0.0, 1.0))
-    presence_penalty: float = setting(
-        0.0, "subtracted from the logit of every token already generated", bounds=(-2.0, 2.0)
-    )
-    frequency_penalty: float = setting(0.0, "the same, times how often it was generated", bounds=(-2.0, 2.0))
-    repetition_penalty: float = setting(
-        1.0, "divides positive and multiplies negative logits of tokens seen", bounds=(0.01, 100.0)
-    )
-    stop: tuple[str, ...] = setting((), "end at the first of these strings, which is not part of the text")
-    stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
-    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
-    seed: int | None = setting(None, "seed of this request", flag=False, bounds=(0, MAX_SEED))
-    logprobs: int | None = setting(
-        None, "report log-probabilities: of the chosen token and of this many best ones", bounds=(0, MAX_LOGPROBS)
-    )
-    prompt_logprobs: int | None = setting(
-        None, "the same for every token of the prompt but the first", flag=False, bounds=(0, MAX_LOGPROBS)
-    )
-    logit_bias: tuple[tuple[int, float], ...] = setting((), "added to the logits of these token ids", flag=False)
-    structured_outputs: StructuredOutputs | None = setting(None, "what the output has to match", flag=False)
-
-    def __post_init__(self) -> None:
-        for each in dataclasses.fields(self):
-            _check_bounds(each, getattr(self, each.name))
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        if isinstance(self.structured_outputs, Mapping):
-            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
-        if self.structured_outputs is not None and self.min_tokens:
-            raise RequestError(
-                "min_tokens and structured_outputs contradict each other: what matches may be shorter",
-                param="min_tokens",
-            )
-        object.__setattr__(self, "stop", _strings("stop", self.stop))
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        if self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", param="min_tokens"
-            )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0.0
-
-    @property
-    def penalized(self) -> bool:
-        """Whether tokens already seen change the logits."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Only what differs from the defaults, as msgpack can carry it."""
-        fields = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
-        if self.structured_outputs is not None:
-            fields["structured_outputs"] = self.structured_outputs.to_dict()
-        return fields
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> SamplingParams:
-        """The inverse of :meth:`to_dict`; unknown keys and wrong types are errors."""
-        compound = {name: fields[name] for name in ("logit_bias", "structured_outputs") if name in fields}
-        try:
-            return cls(**checked_fields(cls, {k: v for k, v in fields.items() if k not in compound}), **compound)
-        except ConfigError as error:
-            raise RequestError(str(error)) from None
-
-
-def _check_bounds(declared: dataclasses.Field[Any], value: Any) -> None:
-    """Check a field of :class:`SamplingParams` that has ``bounds``. Raises :class:`RequestError`."""
-    bounds: Bounds | None = declared.metadata.get("bounds")
-    if bounds is None or (value is None and declared.default is None):
-        return
-    numbers = int if "int" in str(declared.type) else (int, float)
-    low, high = bounds
-    if isinstance(value, bool) or not isinstance(value, numbers) or not low <= value <= high:
-        raise RequestError(f"{declared.name} is {value!r}; allowed: {low} to {high}", param=declared.name)
-
-
-def _strings(name: str, value: Any) -> tuple[str, ...]:
-    values = (value,) if isinstance(value, str) else _as_tuple(value)
-    if values is None or len(values) > MAX_STOP_STRINGS or not all(isinstance(v, str) and v for v in values):
-        raise RequestError(
-            f"{name} takes at most {MAX_STOP_STRINGS} strings that are not empty; got {value!r}", param=name
-        )
-    return values
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    values = _as_tuple(value)
-    if values is None or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
-        raise RequestError(f"{name} takes token ids, whole numbers; got {value!r}", param=name)
-    return values
-
-
-def _biases(value: Any) -> tuple[tuple[int, float], ...]:
-    """(token id, bias) pairs from a mapping or from such pairs, ascending by id."""
-    pairs = _as_tuple(cast("Mapping[Any, Any]", value).items() if isinstance(value, Mapping) else value)
-    low, high = LOGIT_BIAS_BOUNDS
-    allowed = f"logit_bias takes at most {MAX_LOGIT_BIAS} pairs of a token id and a number from {low:g} to {high:g}"
-    if pairs is None or len(pairs) > MAX_LOGIT_BIAS:
-        raise RequestError(f"{allowed}; got {value!r:.200}", param="logit_bias")
-    result: dict[int, float] = {}
-    for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(cast("Sequence[Any]", pair)) == 2):
-            raise RequestError(f"{allowed}; got {pair!r:.200}", param="logit_bias")
-        token_id, bias = cast("tuple[Any, Any]", pair)
-        numbers = isinstance(token_id, int) and isinstance(bias, (int, float))
-        if not numbers or isinstance(token_id, bool) or isinstance(bias, bool) or not low <= bias <= high:
-            raise RequestError(f"{allowed}; got {token_id!r:.99}: {bias!r:.99}", param="logit_bias")
-        result[token_id] = float(bias)
-    return tuple(sorted(result.items()))
-
-
-def _structured(fields: Mapping[str, Any]) -> StructuredOutputs:
-    known = {f.name for f in dataclasses.fields(StructuredOutputs)}
-    if unknown := sorted(fields.keys() - known):
-        raise RequestError(
-            f"structured_outputs has no field {unknown[0]!r}; there are {', '.join(sorted(known))}",
-            param="structured_outputs",
-        )
-    return StructuredOutputs(**fields)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...] | None:
-    return tuple(cast("Iterable[Any]", value)) if isinstance(value, Iterable) else None

@@ -13,8 +13,8 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from runtime.common.config import StructuredOutputs
 from runtime.common.errors import RequestError
+from runtime.common.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from runtime.common.config import SamplingParams
 from runtime.common.errors import ProtocolError
+from runtime.common.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 """A longer message is refused by both sides before it is read."""

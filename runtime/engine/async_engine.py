@@ -21,8 +21,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from runtime.common.config import SamplingParams
 from runtime.common.errors import EngineClosedError, EngineError, LockstepError, QueueFullError, RequestError
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.engine.input_processor import CheckedRequest
 from runtime.engine.request import RequestOutput

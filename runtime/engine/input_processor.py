@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from runtime.common.config import EngineConfig, SamplingParams
+from runtime.common.config import EngineConfig
 from runtime.common.errors import RequestError
 from runtime.common.model_config import ModelConfig
+from runtime.common.sampling_params import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
 MAX_SALT_CHARACTERS = 1024

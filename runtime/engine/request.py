@@ -11,7 +11,8 @@ import enum
 import hashlib
 from dataclasses import dataclass, field, replace
 
-from runtime.common.config import MAX_SEED, SamplingParams
+from runtime.common.config import MAX_SEED
+from runtime.common.sampling_params import SamplingParams
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 """Why a sample ended: an end-of-sequence token, stop token or stop string; its length; the user; something failed."""

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from runtime.common.config import SamplingParams
 from runtime.common.errors import EngineError, InputError, LockstepError, QueueFullError
+from runtime.common.sampling_params import SamplingParams
 
 RETRY_SECONDS = 5
 """What Retry-After says where nobody knows better."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import RequestOutput
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from runtime.common.config import SamplingParams, StructuredOutputs
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 from runtime.server.errors import BodyError
 
 _AS_THEY_ARE = (

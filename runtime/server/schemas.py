@@ -7,12 +7,12 @@ there, so it is refused. Every number, list and text has a bound. How fields bec
 
 from __future__ import annotations
 
-from runtime.common.config import (
+from runtime.common.config import MAX_SEED
+from runtime.common.sampling_params import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PARALLEL_SAMPLES,
-    MAX_SEED,
     MAX_STOP_STRINGS,
 )
 from runtime.server.validate import Schema

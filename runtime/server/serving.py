@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from runtime.common.config import EngineConfig, SamplingParams
+from runtime.common.config import EngineConfig
 from runtime.common.errors import RequestError
 from runtime.common.model_config import ModelConfig
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import RequestOutput
 from runtime.server.errors import GenerationError, HttpError, shutting_down
 from runtime.server.logprobs import TokenTexts

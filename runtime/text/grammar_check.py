@@ -19,7 +19,6 @@ import threading
 import time
 from pathlib import Path
 
-from runtime.common.config import StructuredOutputs
 from runtime.common.errors import RequestError
 from runtime.common.grammar import (
     PREFIX,
@@ -31,6 +30,7 @@ from runtime.common.grammar import (
     short_error,
     to_grammar,
 )
+from runtime.common.sampling_params import StructuredOutputs
 
 MAX_BUILD_SECONDS = 1.0
 

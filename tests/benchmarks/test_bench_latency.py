@@ -15,7 +15,7 @@ import benchmarks.throughput
 from benchmarks.latency import bench_latency
 from benchmarks.throughput import bench_throughput
 from benchmarks.workload import SETTINGS
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 
 PREFILL, STEP = 2.0, 0.5
 """Seconds that the stand-in takes for a prompt's first token, and for each later one."""

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from launch.llm import LLM, AsyncLLM
-from runtime.common.config import SamplingParams
 from runtime.common.errors import EngineClosedError, RequestError
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import RequestOutput
 from tests.checkpoints import prompts, tiny_checkpoint
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.engine import Engine
 from runtime.engine.request import RequestOutput
 from tests.checkpoints import tiny_checkpoint

@@ -21,7 +21,6 @@ import psutil
 import pytest
 
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
 from runtime.common.errors import (
     CheckpointError,
     LockstepGuardError,
@@ -30,6 +29,7 @@ from runtime.common.errors import (
     RankRaisedError,
     RankTimeoutError,
 )
+from runtime.common.sampling_params import SamplingParams
 from runtime.executor.run_dir import cleanup_run_dir, make_run_dir
 from tests.checkpoints import tiny_checkpoint
 

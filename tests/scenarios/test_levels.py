@@ -12,7 +12,7 @@ import pytest
 
 from launch.environment import read_environment
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from runtime.executor.startup import StartupReport
 from tests.checkpoints import prompts, tiny_checkpoint
 from tests.demo_reference import MAX_TOKENS, PROMPTS, golden_answers

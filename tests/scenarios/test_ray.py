@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from launch.llm import LLM
-from runtime.common.config import SamplingParams
 from runtime.common.errors import ConfigError, RankDiedError, RankRaisedError
+from runtime.common.sampling_params import SamplingParams
 from tests.checkpoints import prompts, tiny_checkpoint
 from tests.launch.cli.commands.test_generate import GREEDY, answers_of, command, golden_answers, transformers_greedy
 from tests.scenarios.test_restart import check_kill, strike_supervisors, tokens

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from launch.llm import LLM, AsyncLLM
-from runtime.common.config import SamplingParams
 from runtime.common.errors import LockstepError, RankDiedError, RankTimeoutError
+from runtime.common.sampling_params import SamplingParams
 from runtime.executor.supervisor import Supervisor
 from tests.checkpoints import prompts, tiny_checkpoint
 from tests.launch.cli.commands.test_generate import transformers_greedy

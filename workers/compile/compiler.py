@@ -17,13 +17,12 @@ import torch
 from torch import nn
 
 from parallel.platform import Platform
-from runtime.common.config import EngineConfig
+from runtime.common.config import CompileMode, EngineConfig
 from runtime.common.model_config import ModelConfig
 from workers.compile.cache import Store
 from workers.compile.compiled_model import CompiledModel
 from workers.compile.errors import CompileError, TraceError
 from workers.compile.keys import digest, environment, model_shape, source_digest
-from workers.compile.levels import CompileMode
 from workers.compile.plan import Plan, make_plan
 from workers.compile.split import SPLITTING_OPS, Segment, Subgraph, make_subgraph, split_graph
 from workers.compile.subgraph import INDUCTOR_OPTIONS, Run, SubgraphCompiler, load_subgraph

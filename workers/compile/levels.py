@@ -10,29 +10,14 @@ import shutil
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
 from parallel.platform import Platform
-from runtime.common.config import EngineConfig
+from runtime.common.config import CompileMode, EngineConfig
 
 CXX_COMPILERS = ("g++", "clang++")
 """The first one found on the PATH compiles the CPU's loops."""
-
-
-class CompileMode(StrEnum):
-    """How the model is compiled.
-
-    NONE: not at all. STOCK: torch.compile as it comes, guards and all. DYNAMO_TRACE_ONCE: one trace, no guards, the
-    whole graph through Inductor. PIECEWISE: one trace, no guards, cut at attention, each distinct subgraph through
-    Inductor once.
-    """
-
-    NONE = "NONE"
-    STOCK = "STOCK"
-    DYNAMO_TRACE_ONCE = "DYNAMO_TRACE_ONCE"
-    PIECEWISE = "PIECEWISE"
 
 
 @dataclass(frozen=True)
@@ -42,7 +27,7 @@ class CompileSettings:
     Attributes:
         level: the level that holds, 0 where nothing can be compiled.
         mode: how to compile.
-        graph_mode: one of ``runtime.common.config.GRAPH_MODES``.
+        graph_mode: a name of ``runtime.common.config.GraphMode``.
         fusions: names of the fusions that are made.
         warnings: what the user asked for and does not get, and what to do about it.
     """

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from runtime.common.config import GraphMode
 from workers.compile.compiled_model import CompiledModel, Stage
 from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
-from workers.graphs.modes import GraphMode
 from workers.graphs.staged import last_uses, starting_values
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from workers.graphs.modes import GraphMode
+from runtime.common.config import GraphMode
 
 
 @dataclass(frozen=True)

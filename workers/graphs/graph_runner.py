@@ -13,13 +13,13 @@ from types import MappingProxyType
 
 import torch
 
+from runtime.common.config import GraphMode
 from runtime.common.errors import EngineError
 from workers.batch import BatchBuffers
 from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.cuda_graph import CudaGraphs
 from workers.graphs.dispatcher import Captured, Dispatch, dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
-from workers.graphs.modes import GraphMode
 from workers.graphs.replay import CpuReplay
 from workers.graphs.sizes import CaptureSizes
 from workers.graphs.tape import Direct

@@ -1,57 +1,11 @@
-"""Graph modes: what may be captured, for pure decode and for mixed batches, and what a machine can really hold.
+"""Supported graph modes: the part of a configured ``runtime.common.config.GraphMode`` that this machine can capture.
 
-How a step finds its graph is ``dispatcher.py``'s; the names are also ``runtime.common.config.GRAPH_MODES``.
+Dispatching a step to a captured graph is ``dispatcher.py``'s.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-
-from runtime.common.errors import ConfigError
-
-
-class GraphMode(Enum):
-    """How steps run. The first three are also what one step runs as; the pairs differ by kind of batch.
-
-    A FULL graph holds the whole forward pass, attention included, for batches in which every request has one new
-    token (decode). A PIECEWISE graph holds what stands between the attention layers, which run as ever, so it serves
-    any batch of its number of tokens. FULL alone captures for decode only, as FULL_DECODE_ONLY does.
-    """
-
-    NONE = "NONE"
-    PIECEWISE = "PIECEWISE"
-    FULL = "FULL"
-    FULL_DECODE_ONLY = "FULL_DECODE_ONLY"
-    FULL_AND_PIECEWISE = "FULL_AND_PIECEWISE"
-
-    @classmethod
-    def parse(cls, text: str) -> GraphMode:
-        """The mode of that name.
-
-        Raises:
-            ConfigError: there is none.
-        """
-        try:
-            return cls(text)
-        except ValueError:
-            allowed = ", ".join(mode.value for mode in cls)
-            raise ConfigError(f"cudagraph_mode is {text!r}; allowed: {allowed}") from None
-
-    @property
-    def decode(self) -> GraphMode:
-        """NONE, PIECEWISE or FULL: what a pure decode batch asks for."""
-        return self if self in (GraphMode.NONE, GraphMode.PIECEWISE) else GraphMode.FULL
-
-    @property
-    def mixed(self) -> GraphMode:
-        """NONE or PIECEWISE: what any other batch asks for."""
-        piecewise = self in (GraphMode.PIECEWISE, GraphMode.FULL_AND_PIECEWISE)
-        return GraphMode.PIECEWISE if piecewise else GraphMode.NONE
-
-    @classmethod
-    def of(cls, decode: GraphMode, mixed: GraphMode) -> GraphMode:
-        """The mode whose halves these are."""
-        return next(mode for mode in reversed(cls) if (mode.decode, mode.mixed) == (decode, mixed))
+from runtime.common.config import GraphMode
 
 
 def supported_mode(

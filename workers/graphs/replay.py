@@ -14,12 +14,12 @@ from collections.abc import Callable, Generator
 import torch
 from torch import nn
 
+from runtime.common.config import GraphMode
 from workers.compile.compiled_model import CompiledModel
 from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.arena import Arena
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
-from workers.graphs.modes import GraphMode
 from workers.graphs.record import Recording, record
 from workers.graphs.staged import StagedTape, StagedTapes
 from workers.graphs.tape import Direct, Tape, bind, check_repeatable

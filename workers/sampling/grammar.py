@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from runtime.common.config import StructuredOutputs
 from runtime.common.errors import RequestError
 from runtime.common.grammar import PREFIX, error_of, make_llg_tokenizer, make_matcher, no_panic, to_grammar
+from runtime.common.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

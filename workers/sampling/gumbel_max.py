@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from workers.sampling import native_sampling
 from workers.sampling.gumbel_noise import gumbel_noise
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from parallel.group import TensorParallelGroup
 from parallel.shard import Shard
-from runtime.common.config import SamplingParams
 from runtime.common.errors import RequestError
 from runtime.common.protocol import NewRequest, SampledToken
+from runtime.common.sampling_params import SamplingParams
 from workers.sampling.grammar import Follower, Grammars
 from workers.sampling.gumbel_max import BROKEN, choose_tokens, rows_of
 from workers.sampling.gumbel_noise import noise_key

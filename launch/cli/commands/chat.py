@@ -21,7 +21,7 @@ from runtime.common.errors import InputError, RequestError
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from runtime.common.config import SamplingParams
+    from runtime.common.sampling_params import SamplingParams
     from runtime.engine.request import RequestOutput
 
 CHAT_MAX_TOKENS = 1024

@@ -9,8 +9,9 @@ import pytest
 
 from launch.cli.args import CLI_MAX_TOKENS, Parser, Settings, UsageError, engine_arguments, read_settings
 from launch.cli.commands.generate import build_parser, check
-from runtime.common.config import EngineConfig, SamplingParams, StructuredOutputs
+from runtime.common.config import EngineConfig
 from runtime.common.errors import ConfigError, InputError, RequestError
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 
 
 def settings(*argv: str) -> Settings:

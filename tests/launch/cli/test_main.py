@@ -18,8 +18,8 @@ import pytest
 import launch.torchrun_wrapper
 from launch.cli import main as cli
 from launch.cli.commands.launch import torchrun_arguments
-from runtime.common.config import SamplingParams, StructuredOutputs
 from runtime.common.errors import CheckpointError, LockstepError, RankDiedError, RankRaisedError
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, TokenLogprob, Transcript
 
 ROOT = Path(__file__).parents[3]

@@ -8,9 +8,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from runtime.common.config import MAX_PARALLEL_SAMPLES, MAX_SEED, EngineConfig, SamplingParams, resolve
+from runtime.common.config import MAX_SEED, EngineConfig, resolve
 from runtime.common.errors import ConfigError, InputError, RequestError
 from runtime.common.model_config import ModelConfig
+from runtime.common.sampling_params import MAX_PARALLEL_SAMPLES, SamplingParams
 
 MODEL = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, 100, 2048, dtype="bfloat16")
 

@@ -9,7 +9,6 @@ import msgpack
 import pytest
 
 from runtime.common import protocol
-from runtime.common.config import SamplingParams
 from runtime.common.errors import ProtocolError
 from runtime.common.protocol import (
     NewRequest,
@@ -25,6 +24,7 @@ from runtime.common.protocol import (
     unpack_plan,
     unpack_tokens,
 )
+from runtime.common.sampling_params import SamplingParams
 
 PLAN = StepPlan(
     step_id=7,

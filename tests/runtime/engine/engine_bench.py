@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from runtime.common.config import EngineConfig, SamplingParams
+from runtime.common.config import EngineConfig
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import StepResult
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
 from runtime.engine.request import RequestOutput

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from runtime.common.config import SamplingParams
 from runtime.common.errors import LockstepError
 from runtime.common.protocol import (
     NewRequest,
@@ -28,6 +27,7 @@ from runtime.common.protocol import (
     unpack_plan,
     unpack_tokens,
 )
+from runtime.common.sampling_params import SamplingParams
 from runtime.executor.interface import MAX_OUTSTANDING
 
 _MODULUS = 2**61 - 1

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.common.config import SamplingParams
 from runtime.common.protocol import StepPlan
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.block_pool import BlockPool
 from runtime.engine.request import Request, RequestStatus
 from runtime.engine.scheduler import Scheduler

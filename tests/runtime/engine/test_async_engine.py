@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from runtime.common.config import SamplingParams, StructuredOutputs
 from runtime.common.errors import EngineClosedError, EngineError, QueueFullError, RankDiedError, RequestError
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 from runtime.text.tokenizer import TextStream, Tokenizer
 from tests.runtime.engine.engine_bench import SECONDS, VOCAB, Served, byte_tokenizer, run, soon, text_ids, until
 from tests.runtime.engine.fake_executor import expected_output

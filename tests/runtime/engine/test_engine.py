@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from runtime.common.config import MAX_SEED, SamplingParams
+from runtime.common.config import MAX_SEED
 from runtime.common.errors import EngineClosedError, EngineError, RequestError
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import derive_seed
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.engine.engine_bench import VOCAB, Bench, byte_tokenizer, text_ids

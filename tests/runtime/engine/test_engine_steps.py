@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from runtime.common.config import SamplingParams
 from runtime.common.errors import (
     ConfigError,
     EngineError,
@@ -21,6 +20,7 @@ from runtime.common.errors import (
     RankTimeoutError,
 )
 from runtime.common.protocol import StepPlan, StepResult
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import RequestOutput
 from runtime.text.tokenizer import TextStream, Tokenizer
 from tests.runtime.engine.engine_bench import EOS, VOCAB, Bench, byte_tokenizer, text_ids

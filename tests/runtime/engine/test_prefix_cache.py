@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.prefix_cache import extend_hashes
 from runtime.engine.request import Request, RequestStatus
 from tests.runtime.engine.scheduler_bench import Bench, shares

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from runtime.common.channel import Channel, ChannelClosedError, channel_pair
-from runtime.common.config import EngineConfig, SamplingParams
+from runtime.common.config import EngineConfig
 from runtime.common.errors import (
     EngineClosedError,
     EngineError,
@@ -37,6 +37,7 @@ from runtime.common.protocol import (
     pack_tokens,
     unpack,
 )
+from runtime.common.sampling_params import SamplingParams
 from runtime.executor.interface import MAX_OUTSTANDING
 from runtime.executor.launcher import StartedRank
 from runtime.executor.supervisor import LONG_FRAME_BYTES, Supervisor

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from runtime.common.config import SamplingParams, StructuredOutputs
+from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 from runtime.server.chat import create_chat_completion, stream_chat_completion
 from runtime.server.serving import Serving
 from tests.runtime.engine.fake_executor import expected_output

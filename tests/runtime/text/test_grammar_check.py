@@ -12,9 +12,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from runtime.common.config import StructuredOutputs
 from runtime.common.errors import RequestError
 from runtime.common.grammar import error_of, make_llg_tokenizer, make_matcher, to_grammar
+from runtime.common.sampling_params import StructuredOutputs
 from runtime.text import grammar_check as structured
 from runtime.text.grammar_check import check_structured
 from tests.small_tokenizer import EOS, write_tokenizer

@@ -12,11 +12,10 @@ import torch
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.linear import gather_columns
 from parallel.platform import detect_platform
-from runtime.common.config import EngineConfig
+from runtime.common.config import CompileMode, EngineConfig
 from runtime.common.model_config import load_model_config
 from tests.workers.models.harness import ModelHarness, Step
 from workers.compile.compiler import CompileReport, compile_model
-from workers.compile.levels import CompileMode
 from workers.forward_context import ForwardContext, forward_context
 
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.common.config import CompileMode
 from tests.checkpoints import prompts, reference_logits, tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.compile.harness import CompiledModelHarness, compile_and_generate
 from workers.compile.cache import MANIFEST
 from workers.compile.compiler import compile_model
 from workers.compile.errors import CompileError, TraceError
-from workers.compile.levels import CompileMode
 from workers.compile.plan import Plan
 from workers.compile.split import Subgraph
 from workers.compile.subgraph import CompiledSubgraph, SubgraphCompiler

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from parallel.platform import CpuPlatform, CudaPlatform, Platform
-from runtime.common.config import EngineConfig
+from runtime.common.config import CompileMode, EngineConfig
 from workers.compile.levels import (
     LEVEL_FUSIONS,
     PLATFORM_FUSIONS,
-    CompileMode,
     find_cxx,
     missing_for_compiling,
     resolve_level,

@@ -18,14 +18,14 @@ from torch import nn
 
 from parallel.group import TensorParallelGroup
 from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import SamplingParams
+from runtime.common.config import GraphMode
 from runtime.common.model_config import load_model_config
 from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
+from runtime.common.sampling_params import SamplingParams
 from workers.batch import BatchBuffers
 from workers.forward_context import ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
-from workers.graphs.modes import GraphMode
 from workers.graphs.sizes import CaptureSizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model

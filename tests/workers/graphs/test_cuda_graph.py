@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from parallel.group import single_rank_group
+from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.fake_cuda import FakeCuda, fake_cuda
 from tests.workers.graphs.hand_made import hand_made_model
@@ -23,7 +24,6 @@ from workers.graphs import cuda_graph
 from workers.graphs.cuda_graph import CudaGraphs
 from workers.graphs.dispatcher import Captured, Dispatch
 from workers.graphs.graph_runner import CaptureError, GraphRunner
-from workers.graphs.modes import GraphMode
 from workers.graphs.sizes import CaptureSizes
 
 __all__ = ["fake_cuda"]

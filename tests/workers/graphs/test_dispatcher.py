@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from runtime.common.config import GraphMode
 from workers.graphs.dispatcher import Captured, Dispatch, dispatch, uniform_query_len
-from workers.graphs.modes import GraphMode
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 BOTH = Captured(full=(1, 2, 4, 8), piecewise=(1, 8, 16))

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from parallel.group import single_rank_group
+from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.hand_made import hand_made_model
 from tests.workers.graphs.rank import SIZES, STEPS, Rank
 from workers.graphs.dispatcher import Captured, Dispatch
-from workers.graphs.modes import GraphMode
 
 CPU = torch.device("cpu")
 FULL, PIECEWISE, NONE = GraphMode.FULL, GraphMode.PIECEWISE, GraphMode.NONE

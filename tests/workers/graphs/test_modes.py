@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from runtime.common.config import GRAPH_MODES
+from runtime.common.config import GRAPH_MODES, GraphMode
 from runtime.common.errors import ConfigError
-from workers.graphs.modes import GraphMode, supported_mode
+from workers.graphs.modes import supported_mode
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 DECODE_ONLY, BOTH = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from parallel.group import single_rank_group
+from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.graphs.rank import SIZES, Rank, compare_with_none, no_model_code
 from workers.graphs.dispatcher import Captured
 from workers.graphs.graph_runner import CaptureError
-from workers.graphs.modes import GraphMode
 from workers.graphs.sizes import CaptureSizes
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup, single_rank_group
+from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.dist.ranks import run_ranks
 from tests.workers.graphs.hand_made import hand_made_model
@@ -17,7 +18,6 @@ from tests.workers.graphs.test_replay import WAYS
 from workers.attention.attention_op import attention
 from workers.attention.kv_cache_update_op import kv_cache_update
 from workers.compile.compiled_model import CompiledModel, Stage
-from workers.graphs.modes import GraphMode
 from workers.graphs.staged import StagedTapes, last_uses
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.shard import split
-from runtime.common.config import SamplingParams
 from runtime.common.protocol import NewRequest
+from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
 from tests.small_tokenizer import BOS, EOS, write_tokenizer
 from workers.sampling import grammar as structured_module

@@ -10,9 +10,10 @@ import torch
 
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.shard import Shard
-from runtime.common.config import EngineConfig, SamplingParams, resolve
+from runtime.common.config import EngineConfig, resolve
 from runtime.common.model_config import load_model_config
 from runtime.common.protocol import NewRequest, PromptLogprobs, ScheduledRequest, StepPlan
+from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
 from workers.runner import ModelRunner
 from workers.sampling.logprobs import PromptScorer, PromptSpan, is_finite, logprobs_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel import toolchain
-from runtime.common.config import SamplingParams
+from runtime.common.sampling_params import SamplingParams
 from workers.sampling import gumbel_max as drawing
 from workers.sampling import native_sampling
 from workers.sampling.gumbel_noise import gumbel_noise, noise_key

@@ -10,8 +10,8 @@ import torch
 
 from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.shard import Shard, split
-from runtime.common.config import SamplingParams
 from runtime.common.protocol import NewRequest, SampledToken
+from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
 from workers.sampling import native_sampling
 from workers.sampling import sampler as sampler_module

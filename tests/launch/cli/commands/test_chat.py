@@ -24,8 +24,8 @@ from typing import Any, Self
 import pytest
 
 from launch.cli import main as cli
-from runtime.common.config import SamplingParams
 from runtime.common.errors import RankDiedError, RequestError
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, Transcript
 from tests.checkpoints import tiny_checkpoint
 

@@ -16,8 +16,8 @@ from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment
 from launch.llm import LLM
 from launch.progress import Progress
-from runtime.common.config import SamplingParams
 from runtime.common.errors import ConfigError, EngineClosedError, RequestError
+from runtime.common.sampling_params import SamplingParams
 from tests.checkpoints import prompts, reference_model, tiny_checkpoint
 from tests.demo_reference import MAX_TOKENS, PROMPTS, golden_answers, transformers_answers
 

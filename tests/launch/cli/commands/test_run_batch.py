@@ -20,9 +20,9 @@ from openai.types.chat import ChatCompletion
 
 from launch.cli import main as cli
 from launch.cli.commands import run_batch
-from runtime.common.config import SamplingParams
 from runtime.common.errors import RankDiedError
 from runtime.common.protocol import StepResult
+from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from tests.runtime.engine.engine_bench import MODEL, VOCAB, Bench, byte_tokenizer, text_ids
 from tests.runtime.engine.fake_executor import expected_output

@@ -142,7 +142,7 @@ class LLM(_Model):
 
     def measure_step(self, repeats: int = 50) -> dict[str, float]:
         """For benchmarks on the CPU: rank 0's seconds of the last step's forward pass, and of the ops in it."""
-        return self._supervisor.measure_step(repeats)[0]
+        return self._supervisor.collective_rpc("measure_step", repeats=repeats)[0]
 
     def generate(
         self,

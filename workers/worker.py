@@ -21,15 +21,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from parallel.collectives import shared_memory
+from parallel.collectives.base import CollectiveError
 from parallel.group import TensorParallelGroup, init_group, single_rank_group
 from parallel.group_spec import GroupSpec
 from parallel.platform import detect_platform
 from parallel.toolchain import build_ahead
 from runtime.common.channel import Channel, ChannelClosedError
 from runtime.common.config import EngineConfig
-from runtime.common.errors import ProtocolError
+from runtime.common.errors import InputError, ProtocolError
 from runtime.common.model_config import ModelConfig
-from runtime.common.protocol import StepPlan, StepResult, digest, pack, pack_tokens, unpack, unpack_plan
+from runtime.common.protocol import (
+    ExceptionKind,
+    RankException,
+    StepPlan,
+    StepResult,
+    digest,
+    pack,
+    pack_exception,
+    pack_tokens,
+    unpack,
+    unpack_plan,
+)
 from workers.attention import cpu_paged as native_attention
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
@@ -129,10 +141,9 @@ class Worker:
             else:
                 raise ProtocolError(f"unknown message {message[0]!r}")
             answer = pack(["ok", number, digest(frame), value])
-        except Exception as error:  # The driver decides: an error is an answer, whatever its class.
-            kind = type(error).__name__
+        except Exception as error:  # Every exception is an answer; the driver decides what follows.
             log.debug("%s failed", number, exc_info=True)
-            answer = pack(["error", number, kind, str(error), traceback.format_exc()])
+            answer = pack_exception(number, rank_exception(error))
         self._channel.send(answer)
         return True
 
@@ -306,6 +317,18 @@ class Worker:
             "graph_mode": self._runner.graph_mode.value,
             **self._runner.graphs.describe(),
         }
+
+
+def rank_exception(error: Exception) -> RankException:
+    """The exception as it is sent to the driver; called while it is handled."""
+    kind = ExceptionKind.INTERNAL
+    if isinstance(error, InputError):
+        kind = ExceptionKind.INPUT
+    elif isinstance(error, CollectiveError):
+        kind = ExceptionKind.COLLECTIVE
+    known = kind is not ExceptionKind.INTERNAL
+    fields = {name: value for name, value in vars(error).items() if known and not name.startswith("_")}
+    return RankException(kind, type(error).__name__, str(error), traceback.format_exc(), fields)
 
 
 def host_address() -> str:

@@ -1,10 +1,9 @@
-"""One authenticated byte channel per rank: frames of bounded length over a connected stream socket.
+"""Channel: an authenticated byte stream per rank that carries frames of bounded length.
 
-Two ways to get one. On one host the launcher makes a socket pair and the child inherits its end: nothing listens, so
-there is nobody to authenticate. Elsewhere the driver opens a :class:`ChannelListener` (a Unix socket in a private
-folder, or TCP if ranks live on other hosts) and each side proves that it knows the run's secret (HMAC, both
-directions) before a single frame is read. Frames are opaque here; ``protocol.py`` knows what they say. The standard
-library's ``Connection`` does framing and handshake; its pickling ``send`` and ``recv`` are never called.
+A frame is four bytes of length, big-endian, and that many bytes, which ``protocol.py`` interprets. There are two ways
+to connect. On one host the launcher makes a socket pair and the child process inherits one end; nothing listens, so no
+authentication is needed. Otherwise the driver opens a :class:`ChannelListener` (a Unix socket in a private folder, or
+TCP if ranks run on other hosts), and both sides prove by HMAC that they know the run's secret before any frame is read.
 """
 
 from __future__ import annotations
@@ -26,75 +25,108 @@ from runtime.common.errors import ProtocolError
 from runtime.common.protocol import MAX_MESSAGE_BYTES
 
 HANDSHAKE_SECONDS = 5.0
-"""A peer that has not proven the secret by then is dropped."""
+"""Time limit of a handshake; a slower peer is disconnected."""
 
 MAX_HANDSHAKES = 256
-"""Handshakes under way at once; callers beyond that are dropped at once."""
+"""Limit of concurrent handshakes; further peers are disconnected."""
 
 STALLED_FRAME_SECONDS = 30.0
-"""A peer that stops in the middle of a frame for so long is treated as gone."""
+"""A peer that sends or receives no byte of a started frame for this long counts as disconnected."""
+
+JOIN_BYTES = 64 * 1024
+"""A frame of at most this size is joined with its length, so that it needs one system call."""
+
+READ_BYTES = 1024 * 1024
+"""Limit of one read, whose buffer is allocated before the bytes have arrived."""
+
+_LENGTH = struct.Struct("!I")
 
 
 class ChannelClosedError(Exception):
-    """The other side of a channel is gone. Internal: callers turn it into an error that names the rank."""
+    """The peer is disconnected. Internal: callers raise an error that names the rank instead."""
 
 
 class Channel:
-    """Frames of bytes to and from one peer. Not safe for two threads that send, or two that receive."""
+    """Frames to and from one peer. One thread may send while another receives.
+
+    Args:
+        sock: connected; the channel owns it from now on.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
+        # The kernel bounds every read and write; a timeout of Python's own would make the socket non-blocking.
+        sock.settimeout(None)
         _set_timeouts(sock, STALLED_FRAME_SECONDS)
-        self._connection: Connection = Connection(sock.detach())
-        # Kept: Connection.poll makes a selector for every call, which is most of what a small message costs.
+        self._socket = sock
         self._poll = select.poll()
-        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._poll.register(sock.fileno(), select.POLLIN)
 
     def fileno(self) -> int:
-        """The descriptor, for ``multiprocessing.connection.wait`` and poll."""
-        return self._connection.fileno()
+        """The socket's descriptor, for poll; -1 once the channel is closed."""
+        return self._socket.fileno()
 
     def send(self, frame: bytes) -> None:
-        """Send one frame. Raises :class:`ChannelClosedError` if the peer is gone or takes nothing any more."""
+        """Send one frame.
+
+        Raises:
+            ChannelClosedError: the peer is disconnected or does not receive.
+        """
+        header = _LENGTH.pack(len(frame))
         try:
-            self._connection.send_bytes(frame)
+            if len(frame) <= JOIN_BYTES:
+                self._socket.sendall(header + frame)
+            else:
+                self._socket.sendall(header)
+                self._socket.sendall(frame)
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
     def recv(self, timeout: float | None = None) -> bytes:
-        """The next frame.
+        """Receive one frame.
 
         Args:
-            timeout: seconds to wait for its first byte; None waits for ever.
+            timeout: seconds to wait for its first byte; None waits without limit.
 
         Raises:
-            TimeoutError: no frame began in time.
-            ChannelClosedError: the peer is gone, or stopped in the middle of a frame.
-            ProtocolError: the peer announced a frame longer than allowed.
+            TimeoutError: no frame started in time.
+            ChannelClosedError: the peer is disconnected, or stalled in the middle of a frame.
+            ProtocolError: the frame's length exceeds the limit.
         """
         if not self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000.0):
             raise TimeoutError(f"no message within {timeout} s")
-        return self.recv_begun()
+        return self.recv_ready()
 
-    def recv_begun(self) -> bytes:
-        """The next frame, whose beginning the caller has seen by polling :meth:`fileno`. Raises as :meth:`recv`."""
-        try:
-            return self._connection.recv_bytes(MAX_MESSAGE_BYTES)
-        except (EOFError, OSError) as error:
-            if "bad message length" in str(error):
-                raise ProtocolError(f"a frame longer than {MAX_MESSAGE_BYTES} bytes was announced") from error
-            raise ChannelClosedError(str(error) or "end of file") from error
+    def recv_ready(self) -> bytes:
+        """Receive one frame after poll has reported :meth:`fileno` as readable. Raises as :meth:`recv`."""
+        (length,) = _LENGTH.unpack(self._recv_exactly(_LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes is longer than the {MAX_MESSAGE_BYTES} allowed")
+        return self._recv_exactly(length)
+
+    def _recv_exactly(self, size: int) -> bytes:
+        chunks: list[bytes] = []
+        while size:
+            try:
+                chunk = self._socket.recv(min(size, READ_BYTES))
+            except OSError as error:
+                raise ChannelClosedError(str(error)) from error
+            if not chunk:
+                raise ChannelClosedError("end of file")
+            chunks.append(chunk)
+            size -= len(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def close(self) -> None:
-        """Close this end. May be called twice."""
-        self._connection.close()
+        """Close this end. Idempotent."""
+        self._socket.close()
 
 
 class ChannelListener:
-    """Accepts authenticated channels at a Unix socket path or a TCP host.
+    """Accepts authenticated channels at a Unix socket path or a TCP address.
 
     Args:
         address: ``"unix:/path"``, or ``"tcp:HOST"`` for a free port of that host's interface.
-        secret: the run's secret, shared out of band with the peers.
+        secret: the run's secret, which peers receive by other means.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -114,16 +146,16 @@ class ChannelListener:
         threading.Thread(target=self._run, name="channel-listener", daemon=True).start()
 
     def _run(self) -> None:
-        """Give every caller a handshake of its own, so that a silent stranger keeps nobody waiting."""
-        with contextlib.suppress(OSError):  # close() ends it
+        """Accept peers, each with a handshake thread of its own: an idle peer does not delay the others."""
+        with contextlib.suppress(OSError):  # close() ends the loop.
             while True:
                 sock, _ = self._socket.accept()
                 if self._handshakes.acquire(blocking=False):
-                    threading.Thread(target=self._admit, args=(sock,), daemon=True).start()
+                    threading.Thread(target=self._authenticate, args=(sock,), daemon=True).start()
                 else:
                     sock.close()
 
-    def _admit(self, sock: socket.socket) -> None:
+    def _authenticate(self, sock: socket.socket) -> None:
         try:
             channel = _handshake(sock, self._secret, listening=True)
         finally:
@@ -132,16 +164,16 @@ class ChannelListener:
             self._accepted.put(channel)
 
     def accept(self, timeout: float) -> Channel:
-        """The next peer that proved the secret; strangers are dropped. Raises TimeoutError when none came in time."""
+        """The next authenticated channel. Raises TimeoutError if there is none in time."""
         try:
             return self._accepted.get(timeout=max(0.0, timeout))
         except queue.Empty:
-            raise TimeoutError(f"nobody connected within {timeout:.1f} s") from None
+            raise TimeoutError(f"no peer connected within {timeout:.1f} s") from None
 
     def close(self) -> None:
-        """Stop listening and remove the Unix socket's path. May be called twice."""
+        """Stop listening and remove the Unix socket's path. Idempotent."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the thread that accepts; close alone does not.
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the accepting thread; close alone does not.
         self._socket.close()
         kind, _, place = self.address.partition(":")
         if kind == "unix":
@@ -150,10 +182,10 @@ class ChannelListener:
 
 
 def connect(address: str, secret: bytes, timeout: float) -> Channel:
-    """A channel to the listener at ``address`` (``"unix:/path"`` or ``"tcp:HOST:PORT"``).
+    """Connect to the listener at ``address`` (``"unix:/path"`` or ``"tcp:HOST:PORT"``).
 
     Raises:
-        ConnectionError: nobody listens there within ``timeout`` seconds, or the other side has another secret.
+        ConnectionError: no listener within ``timeout`` seconds, or a listener with another secret.
     """
     kind, _, place = address.partition(":")
     try:
@@ -174,7 +206,7 @@ def connect(address: str, secret: bytes, timeout: float) -> Channel:
 
 
 class Waitable(Protocol):
-    """Anything with a descriptor: a channel, a rank's handle."""
+    """An object with a descriptor: a channel, a rank's handle."""
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -182,26 +214,29 @@ class Waitable(Protocol):
 
 
 def wait_readable(objects: Iterable[Waitable], timeout: float | None) -> list[Waitable]:
-    """Those of ``objects`` that can be read without blocking, after at most ``timeout`` seconds (None: for ever)."""
+    """The ``objects`` that are readable, after at most ``timeout`` seconds; None waits without limit."""
     ready: list[Any] = multiprocessing.connection.wait(cast(Any, list(objects)), timeout)
     return ready
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """A connected pair: our end, and the socket whose descriptor a child process inherits."""
+    """A connected pair: the driver's channel, and the socket that a child process inherits."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return Channel(ours), theirs
 
 
 def _handshake(sock: socket.socket, secret: bytes, *, listening: bool) -> Channel | None:
-    """Both sides prove the secret; None, and a closed socket, if the peer cannot or is too slow."""
+    """Authenticate both sides; None, with the socket closed, if the peer fails or is too slow.
+
+    The challenges are the standard library's (``multiprocessing.connection``).
+    """
     sock.settimeout(None)
     if listening and sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     _set_timeouts(sock, HANDSHAKE_SECONDS)
     connection = Connection(os.dup(sock.fileno()))
     try:
-        # One side asks first and the other answers first, or both would wait.
+        # The sides run the steps in opposite order; in the same order both would wait.
         steps = (deliver_challenge, answer_challenge) if listening else (answer_challenge, deliver_challenge)
         for step in steps:
             step(connection, secret)
@@ -214,7 +249,7 @@ def _handshake(sock: socket.socket, secret: bytes, *, listening: bool) -> Channe
 
 
 def _set_timeouts(sock: socket.socket, seconds: float) -> None:
-    """Bound every single read and write at the kernel, so that ``Connection``'s plain os.read cannot hang."""
+    """Bound every single read and write in the kernel."""
     value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)

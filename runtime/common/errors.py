@@ -1,33 +1,56 @@
-"""The one tree of errors that Lockstep raises on purpose.
+"""The errors that Lockstep raises, as one tree.
 
-Every error says what was asked, what is allowed, what to change and, where a rank is involved, which rank.
-``exit_code`` is what the command line ends with when the error reaches it: 2 for wrong input, 1 for anything else, a
-failed rank's own code for a failed rank. Nothing here formats logs or decides what to do about an error.
+::
+
+    LockstepError                  exit code 1
+    ├── InputError                 exit code 2; also a ValueError
+    │   ├── ConfigError            a setting
+    │   ├── CheckpointError        a model folder
+    │   └── RequestError           one request
+    ├── QueueFullError             too many waiting requests
+    └── EngineError
+        ├── EngineClosedError      a request after close()
+        ├── ProtocolError          malformed bytes on a channel
+        └── RankError              a rank failed, and with it its worker group
+            ├── RankDiedError      its process ended; exit code of that process
+            ├── RankRaisedError    it raised an exception
+            ├── RankTimeoutError   it missed a deadline
+            ├── LockstepGuardError it answered another message than the one sent
+            └── StartupError       a start-up stage failed otherwise
+
+A message states what was asked, what is allowed, what to change and, where a rank is involved, which rank.
+``exit_code`` is the exit code of the command line for an error that reaches it. Folders that raise errors of their own
+derive them from this tree.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 
 
 class LockstepError(Exception):
-    """Base class of everything Lockstep raises on purpose."""
+    """Base class of all errors that Lockstep raises.
+
+    Attributes:
+        exit_code: of the command line.
+    """
 
     exit_code: int = 1
 
 
 class InputError(LockstepError, ValueError):
-    """The caller asked for something that cannot be done; nothing was changed. Ends the command line with 2."""
+    """Invalid input. Nothing was changed."""
 
     exit_code = 2
 
 
 class ConfigError(InputError):
-    """A configuration value is unknown, out of range, or contradicts another one."""
+    """A setting is unknown, out of range, or contradicts another one."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint folder cannot be used: the message names the file and, where there is one, the tensor."""
+    """A checkpoint folder cannot be loaded; the message names the file and, where there is one, the tensor."""
 
 
 class RequestError(InputError):
@@ -43,10 +66,10 @@ class RequestError(InputError):
 
 
 class QueueFullError(LockstepError):
-    """So many requests are waiting that another one is refused; nothing was queued.
+    """A request is refused because too many are waiting; it was not queued.
 
     Attributes:
-        retry_after: seconds after which trying again makes sense.
+        retry_after: seconds after which a retry may succeed.
     """
 
     def __init__(self, message: str, *, retry_after: float) -> None:
@@ -55,26 +78,26 @@ class QueueFullError(LockstepError):
 
 
 class EngineError(LockstepError):
-    """The engine cannot go on, or was asked for something after it had ended."""
+    """The engine cannot continue, or was called out of order."""
 
 
 class EngineClosedError(EngineError):
-    """A request reached an engine that was closed."""
+    """The engine was closed."""
 
 
 class ProtocolError(EngineError):
-    """Bytes on a channel between driver and worker were not a message of ours (too long, malformed, unknown method)."""
+    """Bytes on a channel between driver and rank are not a message: too long, malformed, or an unknown method."""
 
 
 class RankError(EngineError):
-    """One tensor-parallel rank failed, and with it its whole worker group.
+    """A tensor-parallel rank failed, and with it its whole worker group.
 
     Attributes:
         rank: the rank that failed first, or -1 where no single rank can be named.
         host: the host it ran on.
-        stage: the start-up stage or ``"step N"``.
-        cause: one line saying what happened.
-        rank_traceback: the traceback printed by that rank, or an empty string.
+        stage: the start-up stage or ``"step N"``; "" while idle.
+        cause: one line that says what happened.
+        rank_traceback: the rank's own traceback, or "".
     """
 
     def __init__(
@@ -94,10 +117,10 @@ class RankError(EngineError):
 
 
 class RankDiedError(RankError):
-    """A rank's process ended by itself or by a signal.
+    """A rank's process exited or was killed by a signal.
 
     Attributes:
-        returncode: as ``subprocess`` gives it: negative for a signal, None where the launcher cannot tell.
+        returncode: as in ``subprocess``: negative for a signal, None where the launcher does not know it.
     """
 
     def __init__(
@@ -124,7 +147,27 @@ class RankDiedError(RankError):
 
 
 class RankRaisedError(RankError):
-    """A rank raised an exception; its traceback is part of the message."""
+    """A rank raised an exception; its traceback is part of the message.
+
+    Attributes:
+        exception_type: name of the exception's class.
+        fields: the exception's own attributes, where the rank sent any.
+    """
+
+    def __init__(
+        self,
+        cause: str,
+        *,
+        rank: int,
+        host: str = "localhost",
+        stage: str = "",
+        rank_traceback: str = "",
+        exception_type: str = "",
+        fields: Mapping[str, object] | None = None,
+    ) -> None:
+        self.exception_type = exception_type
+        self.fields = dict(fields or {})
+        super().__init__(cause, rank=rank, host=host, stage=stage, rank_traceback=rank_traceback)
 
 
 class RankTimeoutError(RankError):
@@ -132,20 +175,20 @@ class RankTimeoutError(RankError):
 
 
 class LockstepGuardError(RankError):
-    """A rank answered for another step, or executed a plan with other bytes than the one that was sent."""
+    """A rank answered with the number or the digest of another message than the one sent."""
 
 
 class StartupError(RankError):
-    """A start-up stage could not be completed for a reason that is nobody's input (e.g. fingerprints differ)."""
+    """A start-up stage failed although every rank answered, e.g. because fingerprints differ."""
 
 
 def shell_code(returncode: int) -> int:
-    """A process's exit code as a shell has it, from how ``subprocess`` gives it: 128 + N for signal N."""
+    """The exit code that a shell reports for a ``subprocess`` return code: 128 + N for signal N."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def signal_name(number: int) -> str:
-    """The name of a signal number (9 -> ``SIGKILL``), or ``signal N`` for an unknown one."""
+    """The name of a signal number (9 -> ``SIGKILL``); ``signal N`` for an unknown one."""
     try:
         return signal.Signals(number).name
     except ValueError:

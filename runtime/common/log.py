@@ -1,7 +1,6 @@
-"""The one logger, "lockstep", and how its lines look. Lines go to stderr only: stdout belongs to results.
+"""Logging: the level, handler and line format of the logger "lockstep". Lines go to stderr; stdout carries results.
 
-The level is an argument, because the environment is read in ``launch/`` only. Modules take their logger with
-``logging.getLogger("lockstep")``; progress bars are ``launch/progress.py``'s.
+Modules get the logger by ``logging.getLogger("lockstep")``. Progress bars are in ``launch/progress.py``.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ RESET = "\x1b[0m"
 
 
 def configure_logging(level: str = "INFO", *, rank: int | None = None, stream: TextIO | None = None) -> logging.Logger:
-    """Give the logger its level and its one handler; a second call replaces the first.
+    """Set the level and the handler of the logger. Another call replaces both; handlers of other origin stay.
 
     Args:
         level: one of :data:`LEVELS`, in any case.
-        rank: a worker's rank, which its lines then begin with; None in the driver.
-        stream: where lines go; default: stderr, as it is at this moment.
+        rank: shown in every line of a rank's process; None in the driver.
+        stream: receives the lines; default: the current ``sys.stderr``.
 
     Raises:
-        ConfigError: no such level.
+        ConfigError: an unknown level.
     """
     if level.upper() not in LEVELS:
         raise ConfigError(f"log level is {level!r}; allowed: {', '.join(LEVELS)} (LOCKSTEP_LOG_LEVEL sets it)")
@@ -35,7 +34,7 @@ def configure_logging(level: str = "INFO", *, rank: int | None = None, stream: T
     handler.setFormatter(_LineFormatter(rank, colored=handler.stream.isatty()))
     logger = logging.getLogger(LOGGER_NAME)
     for previous in list(logger.handlers):
-        if isinstance(previous.formatter, _LineFormatter):  # Handlers that others have attached stay.
+        if isinstance(previous.formatter, _LineFormatter):
             logger.removeHandler(previous)
     logger.addHandler(handler)
     logger.setLevel(level.upper())
@@ -44,11 +43,11 @@ def configure_logging(level: str = "INFO", *, rank: int | None = None, stream: T
 
 
 class _LineFormatter(logging.Formatter):
-    """``12:34:56 WARNING rank 1: text``; warnings and errors are coloured on a terminal."""
+    """Formats ``12:34:56 WARNING rank 1: text``; warnings and errors are coloured on a terminal."""
 
     def __init__(self, rank: int | None, *, colored: bool) -> None:
-        who = LOGGER_NAME if rank is None else f"rank {rank}"
-        super().__init__(f"%(asctime)s %(levelname)s {who}: %(message)s", datefmt="%H:%M:%S")
+        source = LOGGER_NAME if rank is None else f"rank {rank}"
+        super().__init__(f"%(asctime)s %(levelname)s {source}: %(message)s", datefmt="%H:%M:%S")
         self._colored = colored
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,18 +1,19 @@
-"""What driver and workers say to each other: RPCs, step plans and results, as msgpack.
+"""The messages between driver and ranks: RPCs, step plans and results, exceptions, as msgpack.
 
-A message is one msgpack array. Driver to worker: ``["call", call_id, method, arguments]`` or ``["step", plan]``.
-Worker to driver: ``["hello", rank, facts]`` once, then for each message ``["ok", id, digest, value]`` or
-``["error", id, kind, message, traceback]``, where ``id`` is the call id or the step id. The digest is of the bytes that
-the worker received, so that a worker that executed other bytes than the driver sent is found in that very step.
+A message is one msgpack array. Driver to rank: ``["call", call_id, method, arguments]`` or ``["step", plan]``.
+Rank to driver: ``["hello", rank, facts]`` once, ``["progress", stage, done, total]`` during start-up, and one answer
+to each message: ``["ok", id, digest, value]`` or ``["error", id, exception]``, where ``id`` is the call id or the step
+id. The digest covers the bytes that the rank received, so the driver detects in the same step that a rank executed
+other bytes than the ones sent.
 
-Plans are deltas: a worker keeps what it was told about a request until the request is dropped. Nothing here knows
-sockets (``channel.py``) or policy (``scheduler.py``).
+Plans are deltas: a rank keeps the state of a request until the request is dropped. Sockets are in ``channel.py``.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 import msgpack
@@ -21,21 +22,21 @@ from runtime.common.errors import ProtocolError
 from runtime.common.sampling_params import SamplingParams
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""A longer message is refused by both sides before it is read."""
+"""The limit of a message's length; both sides check it before they read the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request a worker has not heard of, or one it was told to drop and that comes back (preemption, replay).
+    """A request that is new to the ranks, or that comes back after it was dropped (preemption, replay).
 
     Attributes:
-        req_id: the engine's number for it; never reused while the engine lives.
+        req_id: the engine's number of the request; never reused by the same engine.
         token_ids: the prompt followed by the tokens generated so far.
         num_prompt_tokens: how many of ``token_ids`` are the prompt.
-        sampling: its parameters; ``seed`` is always set. The noise of output token i depends on (seed, i) alone, so
-            a request that is replayed or preempted gets the tokens it would have had.
-        num_computed: tokens at the front whose keys and values are in the KV cache already, computed for a request
-            that begins alike; its first ``new_block_ids`` name their blocks.
+        sampling: sampling parameters; ``seed`` is always set. Random numbers of output token i depend on (seed, i)
+            only, so replay and preemption do not change a request's tokens.
+        num_computed: leading tokens whose keys and values are in the KV cache already (prefix caching); the first
+            ``new_block_ids`` of the request are their blocks.
     """
 
     req_id: int
@@ -46,13 +47,13 @@ class NewRequest:
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step. A tuple, since one is made for every request of every step.
+    """One request's part of a step. A named tuple, because one is made per request and step.
 
     Attributes:
-        req_id: a request the worker knows (perhaps from ``new`` of the same plan).
-        num_tokens: how many of its tokens, after those computed before, are computed in this step. If this reaches
-            the end of what is known, the next token is sampled and every rank appends it.
-        new_block_ids: KV blocks appended to its block table before the step.
+        req_id: a request that the ranks hold, possibly from ``new`` of the same plan.
+        num_tokens: number of its tokens to compute, after the ones computed before. If they include the last known
+            token, the next token is sampled and every rank appends it.
+        new_block_ids: KV blocks to append to its block table before the step.
     """
 
     req_id: int
@@ -62,13 +63,13 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step of every rank: the order of ``scheduled`` is the order of tokens in the flattened batch."""
+    """The scheduler's output for one step. The order of ``scheduled`` is the order in the flattened batch."""
 
     step_id: int
     scheduled: tuple[ScheduledRequest, ...]
     new: tuple[NewRequest, ...] = ()
     dropped: tuple[int, ...] = ()
-    """Requests to forget before this step: finished, aborted or preempted."""
+    """Requests whose state the ranks discard before this step: finished, aborted or preempted."""
 
     @property
     def num_tokens(self) -> int:
@@ -77,10 +78,10 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """What sampling one request gave.
+    """The sampled token of one request.
 
     Attributes:
-        error: why there is no token; the request cannot go on.
+        error: why there is no token, in which case the request fails; "" otherwise.
         broken: whether that is because its logits were not finite.
     """
 
@@ -94,12 +95,12 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """How likely the model found some tokens of a prompt, in order.
+    """Log-probabilities of consecutive prompt tokens.
 
     Attributes:
-        req_id: the request, which asked for ``prompt_logprobs``.
-        start: index in the prompt of the first of ``tokens``; 1 or more, since nothing comes before token 0.
-        tokens: for each its id, its logprob and the likeliest (token id, logprob) pairs, best first.
+        req_id: a request with ``prompt_logprobs``.
+        start: index in the prompt of the first of ``tokens``; at least 1, because token 0 has no log-probability.
+        tokens: token id, logprob and the top (token id, logprob) pairs, best first, of each.
     """
 
     req_id: int
@@ -109,22 +110,52 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Rank 0's answer to a plan, after every rank has confirmed the step."""
+    """Rank 0's result of a step that every rank has confirmed."""
 
     step_id: int
     tokens: tuple[SampledToken, ...] = ()
     stats: dict[str, float] = field(default_factory=dict)
-    """Seconds spent where, by name; for metrics and ``bench``."""
+    """Seconds by name of the phase; for metrics and ``bench``."""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
+class ExceptionKind(StrEnum):
+    """What a rank's exception says about the failure."""
+
+    INPUT = "input"
+    """An InputError: the driver raises it again as the same class."""
+    COLLECTIVE = "collective"
+    """A collective failed, most often because another rank did not join it."""
+    INTERNAL = "internal"
+    """Any other exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankException:
+    """An exception of a rank, as it is sent to the driver.
+
+    Attributes:
+        kind: how the driver treats it.
+        type_name: name of the exception's class.
+        message: its text.
+        traceback: formatted.
+        fields: its own attributes, as keyword arguments of its class, where the driver can use them.
+    """
+
+    kind: ExceptionKind
+    type_name: str
+    message: str
+    traceback: str
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
 def digest(message: bytes) -> str:
-    """The short checksum both sides take of a message's bytes (BLAKE2b, 8 bytes, hex)."""
+    """The checksum of a message's bytes (BLAKE2b, 8 bytes, hex)."""
     return hashlib.blake2b(message, digest_size=8).hexdigest()
 
 
 def pack(message: Any) -> bytes:
-    """msgpack bytes of a message; tuples become arrays. Raises :class:`ProtocolError` if it is too long."""
+    """The msgpack bytes of a message; tuples become arrays. Raises :class:`ProtocolError` if it is too long."""
     data = bytes(msgpack.packb(message, use_bin_type=True) or b"")
     if len(data) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(data)} bytes is longer than the {MAX_MESSAGE_BYTES} allowed")
@@ -138,14 +169,14 @@ def unpack(data: bytes) -> list[Any]:
     try:
         message = msgpack.unpackb(data, raw=False, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a list as the key of a map.
-        raise ProtocolError(f"{len(data)} bytes that are not msgpack: {error}") from error
+        raise ProtocolError(f"{len(data)} bytes are not msgpack: {error}") from error
     if not isinstance(message, list) or not message or not isinstance(message[0], str):
-        raise ProtocolError(f"a message is an array that begins with its kind, not {type(message).__name__}")
+        raise ProtocolError(f"a message is an array that starts with its kind, not {type(message).__name__}")
     return message
 
 
 def pack_plan(plan: StepPlan) -> bytes:
-    """The bytes of a step message: packed once, sent to every rank."""
+    """The bytes of a step message. Packed once; every rank receives the same bytes."""
     new = [(r.req_id, r.token_ids, r.num_prompt_tokens, r.sampling.to_dict(), r.num_computed) for r in plan.new]
     scheduled = [(r.req_id, r.num_tokens, r.new_block_ids) for r in plan.scheduled]
     return pack(["step", plan.step_id, scheduled, new, plan.dropped])
@@ -165,8 +196,23 @@ def unpack_plan(message: list[Any]) -> StepPlan:
         raise ProtocolError(f"not a step plan: {error}") from error
 
 
+def pack_exception(number: Any, exception: RankException) -> bytes:
+    """The bytes of an error message: the answer to message ``number``."""
+    e = exception
+    return pack(["error", number, [e.kind.value, e.type_name, e.message, e.traceback, e.fields]])
+
+
+def unpack_exception(message: list[Any]) -> RankException:
+    """The exception in an unpacked error message. Raises :class:`ProtocolError` if there is none."""
+    try:
+        _, _, (kind, type_name, text, traceback, fields) = message
+        return RankException(ExceptionKind(kind), str(type_name), str(text), str(traceback), dict(fields))
+    except (ValueError, TypeError) as error:
+        raise ProtocolError(f"not an exception of a rank: {error}") from error
+
+
 def pack_tokens(result: StepResult) -> list[Any]:
-    """A result as the value of an "ok" message."""
+    """A result as the value of an "ok" message; the inverse of :func:`unpack_tokens`."""
     return [result.tokens, result.stats, [(p.req_id, p.start, p.tokens) for p in result.prompt_logprobs]]
 
 

@@ -1,7 +1,7 @@
-"""Walks a worker group through its named start-up stages: each is an RPC to every rank, with a deadline of its own.
+"""Startup: the start-up stages of a worker group, each one or several RPCs to every rank with a deadline of its own.
 
-``spawn, device, group, weights, kv_cache, compile, capture, ready``: after the last the ranks have proven that they
-will execute the same, and steps may follow. What a failure means and what follows it is ``supervisor.py``'s.
+The stages are ``spawn, device, group, weights, kv_cache, compile, capture, ready``. After the last one all ranks have
+equal fingerprints, and steps may follow. Failures are handled by ``supervisor.py``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ log = logging.getLogger("lockstep")
 
 
 class StartupProgress(Protocol):
-    """Who wants to hear how a start goes."""
+    """Receives the progress of a start."""
 
     def started(self, stage: str) -> None:
-        """A stage begins."""
+        """A stage has started."""
 
     def advanced(self, stage: str, done: int, total: int) -> None:
-        """So much of a stage is done."""
+        """``done`` of ``total`` units of a stage are complete."""
 
     def finished(self, stage: str, seconds: float, detail: str) -> None:
-        """A stage is over."""
+        """A stage has finished; ``detail`` is a line of text for the user, or ""."""
 
 
 class NullProgress:
-    """A StartupProgress nobody listens to."""
+    """A StartupProgress that ignores everything."""
 
     def started(self, stage: str) -> None:
         """Ignored."""
@@ -51,7 +51,7 @@ class NullProgress:
 
 @dataclass
 class StartupReport:
-    """What a start took and found: seconds per stage, KV blocks per rank, and each rank's loading report."""
+    """Measurements of a start: seconds per stage, KV blocks per rank, each rank's loading report, compile counts."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     num_kv_blocks: int = 0
@@ -67,12 +67,12 @@ class Startup:
     Args:
         launcher: makes the processes.
         config: resolved, with the ``run_dir`` of this start.
-        model: the model's config, handed to every rank.
-        progress: told about every stage.
+        model: the model's config, sent to every rank.
+        progress: receives every stage.
 
     Attributes:
-        group: as soon as there is one, for whoever has to end it when a stage fails.
-        report: what the start took and found.
+        group: set in the spawn stage; the caller ends it if a later stage fails.
+        report: measurements of this start.
     """
 
     def __init__(self, launcher: Launcher, config: EngineConfig, model: ModelConfig, progress: StartupProgress) -> None:
@@ -80,15 +80,16 @@ class Startup:
         self._config = config
         self._model = model
         self._progress = progress
+        self._host_ids: list[str] = []
         self.group: WorkerGroup | None = None
         self.report = StartupReport()
 
     def run(self) -> WorkerGroup:
-        """Go through every stage; gives a group that is ready for steps.
+        """Run every stage; returns a group that is ready for steps.
 
         Raises:
-            RankError: a rank failed; the message names stage, rank, host, and carries the rank's traceback.
-            InputError: a rank found the input wrong (e.g. a misshaped tensor).
+            RankError: a rank failed; the message names stage, rank, host, and includes the rank's traceback.
+            InputError: a rank refuses the user's input (e.g. a tensor of the wrong shape).
         """
         with self._stage("spawn") as note:
             note(self._spawn())
@@ -96,7 +97,7 @@ class Startup:
             devices = self._call("device", "device")
             note(devices[0]["device"])
         with self._stage("group") as note:
-            note(self._meet())
+            note(self._rendezvous())
         with self._stage("weights") as note:
             self.report.weights = self._call("weights", "weights")
             note(f"{sum(w['bytes_read'] for w in self.report.weights) / 1e6:.0f} MB read by all ranks")
@@ -129,7 +130,7 @@ class Startup:
 
     @property
     def _ranks(self) -> WorkerGroup:
-        assert self.group is not None, "the spawn stage comes first"
+        assert self.group is not None, "the spawn stage runs first"
         return self.group
 
     def _call(self, method: str, stage: str, **arguments: Any) -> list[Any]:
@@ -147,8 +148,8 @@ class Startup:
             rank.handle.pid = facts["pid"]
         return f"{len(started)} over {self._launcher.name}, pids {', '.join(str(h['pid']) for h in hellos)}"
 
-    def _meet(self) -> str:
-        """Have the ranks join their group: over a file in the run's folder, or TCP when they are on several hosts."""
+    def _rendezvous(self) -> str:
+        """Initialize the process group: over a file in the run directory on one host, over TCP on several."""
         same_host = len({*self._host_ids}) == 1
         if same_host:
             init_method = f"file://{self._config.run_dir}/group"
@@ -159,7 +160,7 @@ class Startup:
         return str(found[0]["collectives"])
 
     def _compile(self) -> str:
-        """Have every rank compile its model; one rank that cannot makes all of them run the plain model."""
+        """Compile on every rank. If one rank fails, all ranks run the uncompiled model."""
         votes = self._call("compile", "compile")
         failed = self._fall_back(votes, "the model is not compiled, and no graphs are captured")
         self._warn(warning for vote in votes for warning in vote.get("warnings", ()))
@@ -178,7 +179,7 @@ class Startup:
         )
 
     def _capture(self) -> str:
-        """Have every rank capture its graphs; one rank that cannot makes all of them run without."""
+        """Capture graphs on every rank. If one rank fails, all ranks run without graphs."""
         self._call("warm_up", "capture")
         votes = self._call("capture", "capture")
         if self._fall_back(votes, "no graphs are used"):
@@ -187,7 +188,7 @@ class Startup:
         return f"{votes[0]['graphs']} graphs"
 
     def _fall_back(self, votes: Sequence[dict[str, Any]], consequence: str) -> bool:
-        """Whether some rank voted that it failed; says which, and what follows for all of them."""
+        """Whether a rank voted that it failed; if so, log the failures and the consequence for all ranks."""
         failed = [(rank, vote["failure"]) for rank, vote in enumerate(votes) if "failure" in vote]
         for rank, text in failed:
             log.warning("rank %d on %s: %s", rank, self._ranks.hosts[rank], text)
@@ -197,12 +198,12 @@ class Startup:
         return bool(failed)
 
     def _warn(self, warnings: Iterable[str]) -> None:
-        """Log each warning once, however many ranks gave it."""
+        """Log each warning once, regardless of the number of ranks that sent it."""
         for warning in dict.fromkeys(warnings):
             log.warning("%s", warning)
 
     def _compare_fingerprints(self, fingerprints: Sequence[dict[str, str]]) -> None:
-        """Refuse a group whose ranks are not the same in every field that decides what they will execute."""
+        """Refuse a group whose ranks differ in a field that influences what they execute."""
         for rank, fingerprint in enumerate(fingerprints):
             for name, expected in fingerprints[0].items():
                 if fingerprint.get(name) != expected:
@@ -216,5 +217,5 @@ class Startup:
 
 
 def stage_deadline(config: EngineConfig, stage: str) -> Deadline:
-    """How long a start-up stage may take by ``config``."""
+    """The deadline of a start-up stage."""
     return Deadline(stage, config.stage_timeout(stage), f"--{stage.replace('_', '-')}-timeout")

@@ -1,9 +1,9 @@
-"""Starts, watches, restarts and ends one worker group after another; the same for every launcher.
+"""Supervisor: the executor. Starts, steps, watches, restarts and ends worker groups, whatever the launcher.
 
-A launcher makes processes and channels, ``startup.py`` walks them through their stages, ``worker_group.py`` exchanges
-messages under the lockstep guard. Here is what lives longer than a group: the failure that ended it, the folder it ran
-in, the restart. A group lives and dies together: its first failure ends all of it, down to the last process and file.
-It implements ``runtime.executor.interface.Executor``; it knows nothing of requests or tokens.
+A launcher makes processes and channels, ``startup.py`` runs the start-up stages, ``worker_group.py`` exchanges
+messages. The supervisor owns what outlives a group: the failure that ended it, the run directory, the restart. The
+first failure of a rank ends its whole group, with all processes, sockets and files. Requests and tokens are not known
+here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 from runtime.common.config import EngineConfig
 from runtime.common.errors import EngineClosedError, EngineError, LockstepError
@@ -27,20 +28,23 @@ from runtime.executor.worker_group import Deadline, WorkerGroup
 log = logging.getLogger("lockstep")
 
 LONG_FRAME_BYTES = 32 * 1024
-"""A longer plan is sent only when no rank can be blocked in sending an answer: two of this size fit in any socket."""
+"""Before a longer plan is sent, all answers in flight are read, because a rank that is blocked in sending a long answer
+receives nothing. Two frames of this size fit in the buffer of any socket."""
 
 
 class Supervisor:
-    """Worker groups from spawn to the last process. Use :meth:`start`, then submit and collect, then close.
+    """Runs one worker group after another: :meth:`start`, then submit and collect, then :meth:`close`.
+
+    Implements ``runtime.executor.interface.Executor``.
 
     Args:
         launcher: makes the processes.
         config: resolved.
-        model: the model's config, handed to every rank.
-        progress: told about every start-up stage of the first start.
+        model: the model's config, sent to every rank.
+        progress: receives the start-up stages of the first start.
 
     Attributes:
-        report: what the latest start took and found.
+        report: measurements of the latest start.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class Supervisor:
         self._progress: StartupProgress = progress or NullProgress()
         self._group: WorkerGroup | None = None
         self._collected: deque[StepResult] = deque()
-        """Results that had to be read before the engine asked for them."""
+        """Results that were read before the engine collected them."""
         self._run_dir = ""
         self._batch_scheduling = SchedBatchContext()
         self._failure: LockstepError | None = None
@@ -65,64 +69,63 @@ class Supervisor:
 
     @property
     def rank_pids(self) -> list[int]:
-        """Each rank's process, on its own host; empty while there is no group that has said hello."""
+        """Each rank's process id, on its own host; empty before all ranks have sent hello."""
         ranks = self._group.ranks if self._group is not None else []
         return [pid for rank in ranks if (pid := rank.handle.pid) is not None]
 
     # ---- start and restart
 
     def start(self) -> StartupReport:
-        """Walk a group through every start-up stage.
+        """Start a group and run every start-up stage.
 
         Raises:
-            RankError: a rank failed; the message names stage, rank, host, and carries the rank's traceback.
-            InputError: a rank found the input wrong (e.g. a misshaped tensor).
+            RankError: a rank failed; the message names stage, rank, host, and includes the rank's traceback.
+            InputError: a rank refuses the user's input (e.g. a tensor of the wrong shape).
         """
         try:
-            self._bring_up(self._config, self._progress)
+            self._start_group(self._config, self._progress)
         except BaseException:
             self.close()
             raise
         return self.report
 
     def restart(self) -> int:
-        """Start the group anew after it has failed; gives its KV blocks. See ``Executor.restart``.
+        """Start another group after a failure; returns its number of KV blocks. See ``Executor.restart``.
 
-        What the failed group had compiled is found in the cache. An injected fault has happened and does not happen
-        again.
+        Compiled code is loaded from the cache. An injected fault is not injected again.
 
         Raises:
-            LockstepError: a rank failed while starting, or the launcher cannot start a second group. Another restart
+            LockstepError: a rank failed during start-up, or the launcher does not support restarts. Another restart
                 may be tried.
         """
         if self._closed:
             raise EngineClosedError("this worker group was closed")
         self._end_group(orderly=self._failure is None)
         if not self._launcher.supports_restart:
-            raise self._cannot_restart()
+            raise self._restart_unsupported()
         begun = time.monotonic()
         self._failure = None
-        self._bring_up(replace(self._config, fault=""), NullProgress())
+        self._start_group(replace(self._config, fault=""), NullProgress())
         blocks = self.report.num_kv_blocks
         log.warning("the worker group is up again after %.1f s, with %d KV blocks", time.monotonic() - begun, blocks)
         return blocks
 
-    def _bring_up(self, config: EngineConfig, progress: StartupProgress) -> None:
+    def _start_group(self, config: EngineConfig, progress: StartupProgress) -> None:
         self._run_dir = make_run_dir()
         startup = Startup(self._launcher, replace(config, run_dir=self._run_dir), self._model, progress)
         try:
             self._group = startup.run()
         except BaseException as error:
             self._group = startup.group
-            self._failure = error if isinstance(error, LockstepError) else EngineError("a start was interrupted")
+            self._failure = error if isinstance(error, LockstepError) else EngineError("the start was interrupted")
             self._end_group(orderly=False)
             raise
         self.report = startup.report
-        # Ranks are connected and have met: nothing in the folder is needed any more.
+        # The directory holds only the rendezvous and the listener, which are unused from here on.
         cleanup_run_dir(self._run_dir)
 
-    def _cannot_restart(self) -> EngineError:
-        """The launcher's refusal, which must not hide what it was that failed."""
+    def _restart_unsupported(self) -> EngineError:
+        """The launcher's refusal, with the failure's text and exit code."""
         error = EngineError(f"{self._launcher.restart_hint}; the cause: {self._failure}")
         if self._failure is not None:
             error.exit_code = self._failure.exit_code
@@ -132,9 +135,9 @@ class Supervisor:
     # ---- steps
 
     def submit(self, plan: StepPlan) -> None:
-        """Send a plan to every rank: packed once, the same bytes down every channel. See ``Executor.submit``."""
+        """Send a plan to every rank. It is packed once. See ``Executor.submit``."""
         group = self._ready_group()
-        if len(self._collected) + group.num_unanswered >= MAX_OUTSTANDING:
+        if len(self._collected) + group.num_in_flight >= MAX_OUTSTANDING:
             raise EngineError(
                 f"{MAX_OUTSTANDING} plans are outstanding, step {plan.step_id} would be one more; collect one first"
             )
@@ -149,11 +152,11 @@ class Supervisor:
             raise
 
     def collect(self) -> StepResult:
-        """Every rank's answer to the oldest outstanding plan, checked; gives rank 0's. See ``Executor.collect``."""
+        """Wait for every rank's answer to the oldest plan; returns rank 0's result. See ``Executor.collect``."""
         if self._collected:
             return self._collected.popleft()
         group = self._ready_group()
-        if not group.num_unanswered:
+        if not group.num_in_flight:
             raise EngineError("no plan is outstanding; submit one first")
         try:
             with self._batch_scheduling:
@@ -163,7 +166,7 @@ class Supervisor:
             raise
 
     def wait(self, wakeup: int, timeout: float | None = None) -> bool:
-        """While no plan is outstanding: sleep until ``wakeup`` is readable or a rank dies. See ``Executor.wait``."""
+        """Sleep until ``wakeup`` is readable or a rank dies, with no plan in flight. See ``Executor.wait``."""
         group = self._ready_group()
         try:
             return group.wait_idle(wakeup, timeout)
@@ -171,12 +174,16 @@ class Supervisor:
             self._fail(error)
             raise
 
-    def measure_step(self, repeats: int) -> list[dict[str, float]]:
-        """For benchmarks: each rank's seconds of the last step's forward pass, and of its ops, over some repeats."""
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """Call an RPC method on every rank, between steps; one value per rank. The deadline is that of ``ready``.
+
+        Raises:
+            RankError: a rank failed. The group is gone.
+        """
         group = self._ready_group()
         try:
             self._read_outstanding(group)
-            return group.call("measure_step", stage_deadline(self._config, "ready"), repeats=repeats)
+            return group.call(method, stage_deadline(self._config, "ready"), **arguments)
         except LockstepError as error:
             self._fail(error)
             raise
@@ -186,8 +193,8 @@ class Supervisor:
         return unpack_tokens(int(number), group.gather()[0])
 
     def _read_outstanding(self, group: WorkerGroup) -> None:
-        """Read every answer that is still to come, for :meth:`collect`: then every rank waits for a message."""
-        while group.num_unanswered:
+        """Read all answers in flight and keep them for :meth:`collect`, so that every rank waits for a message."""
+        while group.num_in_flight:
             self._collected.append(self._gather(group))
 
     def _ready_group(self) -> WorkerGroup:
@@ -202,7 +209,7 @@ class Supervisor:
     # ---- end
 
     def close(self) -> None:
-        """End the group and everything it owns: ranks, channels, files, what the launcher holds."""
+        """End the group and everything it owns: ranks, channels, files, the launcher's resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -210,12 +217,12 @@ class Supervisor:
         self._launcher.close()
 
     def _fail(self, error: LockstepError) -> None:
-        """End the group because of ``error``, which every later call raises too, until a restart."""
+        """End the group because of ``error``, which every later call raises until a restart."""
         self._failure = error
         self._end_group(orderly=False)
 
     def _end_group(self, *, orderly: bool) -> None:
-        """End the ranks, then remove what else this start has made. Nothing happens if that was done."""
+        """End the ranks, then clean up the other resources of this start. Idempotent."""
         group, self._group = self._group, None
         self._collected.clear()
         if group is not None:

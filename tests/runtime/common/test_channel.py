@@ -1,4 +1,4 @@
-"""The channel between driver and rank: framing, authentication, and what strangers can do to it (nothing)."""
+"""The channel between driver and rank: framing, limits, and authentication against unknown peers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_frames_arrive_whole_and_in_order(listener: ChannelListener):
     here.close()
 
 
-def test_silence_is_a_timeout():
+def test_no_frame_in_time_is_a_timeout():
     here, theirs = channel_pair()
     with pytest.raises(TimeoutError):
         here.recv(0.01)
@@ -84,17 +84,17 @@ def test_wrong_secret_is_refused_and_the_right_one_still_gets_in(listener: Chann
 
 
 @pytest.mark.parametrize("garbage", [b"", os.urandom(4096), struct.pack("!i", 2**31 - 1), b"\xff" * 64])
-def test_strangers_do_not_disturb(listener: ChannelListener, garbage: bytes):
-    """Random bytes, huge lengths, and a peer that connects and says nothing at all."""
+def test_an_unauthenticated_peer_does_not_delay_others(listener: ChannelListener, garbage: bytes):
+    """It sends random bytes, a huge length, or nothing at all."""
     accepted = accept_in_thread(listener)
-    stranger = raw_socket(listener)
+    unknown = raw_socket(listener)
     if garbage:
-        stranger.sendall(garbage)
+        unknown.sendall(garbage)
     there = connect(listener.address, SECRET, 5.0)
     here = accepted()
     there.send(b"fine")
     assert here.recv(5.0) == b"fine"
-    for end in (stranger, here, there):
+    for end in (unknown, here, there):
         end.close()
 
 
@@ -108,6 +108,43 @@ def test_a_frame_longer_than_allowed_is_refused_before_it_is_read(monkeypatch: p
     here.close()
 
 
-def test_nobody_listens():
+def test_a_long_frame_is_sent_apart_from_its_length_and_read_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "JOIN_BYTES", 10)
+    monkeypatch.setattr(channel_module, "READ_BYTES", 7)
+    here, theirs = channel_pair()
+    there = channel_module.Channel(theirs)
+    frames = [b"x" * 10, b"y" * 11, b""]
+    for frame in frames:
+        here.send(frame)
+    assert [there.recv(5.0) for _ in frames] == frames
+    here.close()
+    there.close()
+
+
+@pytest.mark.parametrize("part", [b"\0\0", struct.pack("!I", 3) + b"ab"])
+def test_a_frame_that_stalls_ends_the_channel(part: bytes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(channel_module, "STALLED_FRAME_SECONDS", 0.05)
+    here, theirs = channel_pair()
+    theirs.sendall(part)
+    with pytest.raises(ChannelClosedError):
+        here.recv(5.0)
+    with pytest.raises(ChannelClosedError):
+        for _ in range(100):  # the peer reads none of it
+            here.send(bytes(1_000_000))
+    theirs.close()
+    here.close()
+
+
+def test_a_closed_channel_raises_its_own_error():
+    here, theirs = channel_pair()
+    here.close()
+    here.close()
+    for use in (lambda: here.send(b"x"), here.recv_ready):
+        with pytest.raises(ChannelClosedError):
+            use()
+    theirs.close()
+
+
+def test_connecting_without_a_listener_is_refused():
     with pytest.raises(ConnectionError, match="cannot reach"):
         connect("tcp:127.0.0.1:1", SECRET, 1.0)

@@ -1,4 +1,4 @@
-"""Messages between driver and worker: round trips, and bytes that are not messages."""
+"""Messages between driver and ranks: round trips, and bytes that are not messages."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import pytest
 from runtime.common import protocol
 from runtime.common.errors import ProtocolError
 from runtime.common.protocol import (
+    ExceptionKind,
     NewRequest,
+    RankException,
     SampledToken,
     ScheduledRequest,
     StepPlan,
     StepResult,
     digest,
     pack,
+    pack_exception,
     pack_plan,
     pack_tokens,
     unpack,
+    unpack_exception,
     unpack_plan,
     unpack_tokens,
 )
@@ -45,6 +49,13 @@ def test_plans_and_results_survive() -> None:
     assert unpack_tokens(7, msgpack.unpackb(msgpack.packb(pack_tokens(RESULT)), raw=False)) == RESULT
 
 
+@pytest.mark.parametrize("kind", ExceptionKind)
+def test_exceptions_survive(kind: ExceptionKind) -> None:
+    raised = RankException(kind, "CollectiveTimeout", "rank 1 is missing", "Traceback", {"missing": [1]})
+    message = unpack(pack_exception(7, raised))
+    assert message[:2] == ["error", 7] and unpack_exception(message) == raised
+
+
 def test_the_number_of_tokens_is_that_of_all_requests() -> None:
     assert PLAN.num_tokens == 13
 
@@ -61,7 +72,7 @@ def test_the_digest_is_of_every_byte() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", b"\x93\x01", b"\x05", b"\x90", b"\x91\x05", b"\x80", pack(["a"]) + b"x"]
 )
-def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+def test_bytes_that_are_not_a_message_are_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack(data)
 
@@ -120,6 +131,14 @@ def test_messages_of_another_shape_are_no_results() -> None:
             unpack_tokens(1, value)
         except ProtocolError as error:
             assert "not a step result" in str(error)
+
+
+def test_messages_of_another_shape_are_no_exceptions() -> None:
+    for value in (*SHAPES, ["unknown kind", "a", "b", "c", {}], ["input", "a", "b", "c", 1]):
+        with pytest.raises(ProtocolError, match="not an exception"):
+            unpack_exception(["error", 1, value])
+    with pytest.raises(ProtocolError, match="not an exception"):
+        unpack_exception(["error"])
 
 
 def test_random_changes_never_raise_anything_else() -> None:

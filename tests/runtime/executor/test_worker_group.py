@@ -27,13 +27,16 @@ from runtime.common.errors import (
 )
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import (
+    ExceptionKind,
     NewRequest,
+    RankException,
     SampledToken,
     ScheduledRequest,
     StepPlan,
     StepResult,
     digest,
     pack,
+    pack_exception,
     pack_tokens,
     unpack,
 )
@@ -109,8 +112,9 @@ class FakeRank:
         tokens = (SampledToken(self.rank, step[0], error="x" * size),)
         self.channel.send(pack(["ok", *step, pack_tokens(StepResult(step[0], tokens))]))
 
-    def fail(self, step: tuple[int, str], kind: str = "ValueError") -> None:
-        self.channel.send(pack(["error", step[0], kind, f"in step {step[0]}", "Traceback of it"]))
+    def fail(self, step: tuple[int, str], kind: ExceptionKind = ExceptionKind.INTERNAL) -> None:
+        raised = RankException(kind, "ValueError", f"in step {step[0]}", "Traceback of it")
+        self.channel.send(pack_exception(step[0], raised))
 
     def die(self, code: int) -> None:
         if self.code is None:
@@ -239,7 +243,7 @@ def test_an_answer_nobody_asked_for_is_a_divergence(begin, bell):
         if rank.rank == 1:
             rank.answer(step)
     assert supervisor.collect().step_id == 1
-    with pytest.raises(LockstepGuardError, match="nothing was asked") as caught:
+    with pytest.raises(LockstepGuardError, match="no message was in flight") as caught:
         supervisor.wait(bell[0])
     assert caught.value.rank == 1
 
@@ -251,7 +255,7 @@ def test_a_failure_of_the_first_plan_is_named_by_its_step_though_the_second_was_
     first, second = launcher.ranks
     second.fail(second.read())
     second.answer(second.read())  # it went on; nobody believes it any more
-    first.fail(first.read(), kind="CollectiveError")  # a consequence, not the cause
+    first.fail(first.read(), kind=ExceptionKind.COLLECTIVE)  # a consequence, not the cause
     with pytest.raises(RankRaisedError) as caught:
         supervisor.collect()
     assert caught.value.rank == 1 and caught.value.stage == "step 1"
@@ -260,6 +264,51 @@ def test_a_failure_of_the_first_plan_is_named_by_its_step_though_the_second_was_
         supervisor.submit(plan(3))
     assert all(rank.code is not None for rank in launcher.ranks)  # the group has ended
     assert launcher.released and not launcher.closed
+
+
+def test_a_plan_for_a_rank_that_is_marked_as_failed_raises_its_failure(begin):
+    """Rank 1's end is observed together with the last missing answer, so that the step succeeds."""
+    supervisor, launcher = begin()
+    supervisor.submit(plan(1))
+    first, second = launcher.ranks
+    second.answer(second.read())
+    second.die(-9)
+    first.channel.send(pack(["progress", "ready", 1, 2]))  # The first messages read are this and rank 1's answer,
+    first.answer(first.read())  # the next this and rank 1's end.
+    assert supervisor.collect().step_id == 1
+    with pytest.raises(RankDiedError) as caught:
+        supervisor.submit(plan(2))
+    assert (caught.value.rank, caught.value.returncode) == (1, -9)
+
+
+@pytest.mark.parametrize(
+    ("frame", "text"),
+    [(pack(["ok"]), "'ok' instead of an answer"), (pack(["hello", 1, {}]), "'hello' instead"), (b"\xc1", "malformed")],
+)
+def test_a_message_that_is_not_an_answer_is_a_divergence(begin, frame: bytes, text: str):
+    supervisor, launcher = begin()
+    supervisor.submit(plan(1))
+    launcher.ranks[1].channel.send(frame)
+    with pytest.raises(LockstepGuardError, match=text) as caught:
+        supervisor.collect()
+    assert caught.value.rank == 1 and caught.value.stage == "step 1"
+
+
+def test_an_answer_of_another_kind_is_a_divergence(begin):
+    supervisor, launcher = begin()
+    supervisor.submit(plan(1))
+    rank = launcher.ranks[1]
+    rank.channel.send(pack(["done", *rank.read(), None]))
+    with pytest.raises(LockstepGuardError, match="'done' instead of an answer"):
+        supervisor.collect()
+
+
+def test_a_malformed_exception_is_a_divergence(begin):
+    supervisor, launcher = begin()
+    supervisor.submit(plan(1))
+    launcher.ranks[0].channel.send(pack(["error", 1, "ValueError", "text"]))
+    with pytest.raises(LockstepGuardError, match="not an exception of a rank"):
+        supervisor.collect()
 
 
 def test_a_death_after_its_answer_leaves_that_answer_good(begin):

@@ -20,9 +20,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from filelock import FileLock, Timeout
 
@@ -57,29 +58,55 @@ class NativeBuildError(RuntimeError):
     """A C source cannot be compiled, loaded or stored; the message names the cause and the fix."""
 
 
+class StructSizeError(RuntimeError):
+    """A struct that Python packs has another size in the C source: one of the two was changed alone."""
+
+
 def find_compiler() -> str | None:
     """Path of the C compiler, or None without one."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 
-def load_library(source: Path, directory: str, extra_flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+def load_library(
+    source: Path,
+    directory: str,
+    extra_flags: tuple[str, ...] = (),
+    *,
+    structs: Mapping[str, int] = MappingProxyType({}),
+) -> ctypes.CDLL:
     """Load the compiled library of a C source, building it if the cache has no intact copy.
 
     Args:
         source: a C file; it may include headers of its own folder and of :data:`INCLUDE_DIR`.
         directory: the cache, created if missing. Write access to it is the right to run code as this user.
         extra_flags: compiler flags after :data:`FLAGS`.
+        structs: sizes in bytes of the structs that the caller packs, by their C names; the source exports each by
+            ``EXPORT_SIZE`` of include/shared_struct.h.
 
     Raises:
         NativeBuildError: no compiler, a compile error, or a directory that is not writable.
+        StructSizeError: a struct has another size in C.
     """
     flags = (*FLAGS, *extra_flags)
     path = _library_path(source, directory, flags)
     _build(source, flags, path, wait=True)
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeBuildError(f"the compiled {source.name} cannot be loaded: {error}") from error
+    for name, size in structs.items():
+        _check_struct(library, source, name, size)
+    return library
+
+
+def _check_struct(library: ctypes.CDLL, source: Path, name: str, size: int) -> None:
+    exported = getattr(library, f"lockstep_sizeof_{name}", None)
+    if exported is None:
+        raise StructSizeError(f"{source.name} exports no size of its struct {name!r}; add EXPORT_SIZE({name})")
+    if (found := exported()) != size:
+        raise StructSizeError(
+            f"struct {name!r} has {found} bytes in {source.name} and {size} in Python; make their fields agree"
+        )
 
 
 def build_ahead(sources: Iterable[Path], directory: str) -> None:

@@ -8,9 +8,9 @@ and backends are known here by the attributes that ops use (:class:`AttentionLay
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -45,14 +45,17 @@ class AttentionMetadata:
 
 
 class AttentionOps(Protocol):
-    """The methods of an attention backend that the KV-update op and the attention op call."""
+    """The methods of an attention backend that the forward context, the KV-update op and the attention op call."""
 
-    def write_kv(self, context: ForwardContext, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    def prepare_step(self, metadata: AttentionMetadata) -> Any:
+        """Derive from the metadata what all layers of a step share."""
+
+    def write_kv(self, step: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
         """Store a step's keys and values, [T_padded, num_kv_heads, head_dim], in their slots."""
 
     def forward(
         self,
-        context: ForwardContext,
+        step: Any,
         layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -86,21 +89,35 @@ class AttentionLayer(Protocol):
         ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class ForwardContext:
-    """The context of one forward pass.
+    """The context of one forward pass; :meth:`for_step` builds it.
 
     Attributes:
         metadata: the flattened batch.
         layers: attention layers by name.
         kv_caches: each layer's KV cache, by the same name.
-        shared: values that an attention backend derives from the metadata once per pass and shares among layers.
+        steps: what each attention backend of these layers prepared for this step.
     """
 
     metadata: AttentionMetadata
     layers: Mapping[str, AttentionLayer]
     kv_caches: Mapping[str, torch.Tensor]
-    shared: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
+    steps: Mapping[AttentionOps, Any]
+
+    @classmethod
+    def for_step(
+        cls,
+        metadata: AttentionMetadata,
+        layers: Mapping[str, AttentionLayer],
+        kv_caches: Mapping[str, torch.Tensor],
+    ) -> ForwardContext:
+        """Prepare every attention backend of the layers for a step, once each.
+
+        The runner calls this once per step in every graph mode, also before a FULL graph is replayed.
+        """
+        backends = dict.fromkeys(layer.backend for layer in layers.values())
+        return cls(metadata, layers, kv_caches, {backend: backend.prepare_step(metadata) for backend in backends})
 
 
 class _Current:

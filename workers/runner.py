@@ -89,7 +89,13 @@ class ModelRunner:
         """
         checkpoint = inspect_checkpoint(self.config.model)
         quant_config = get_quant_config(self.config.quantization, self.device)
-        self.model = build_model(self.model_config, group=self.group, dtype=self.dtype, quant_config=quant_config)
+        self.model = build_model(
+            self.model_config,
+            group=self.group,
+            dtype=self.dtype,
+            quant_config=quant_config,
+            attention_backend=self.config.attention_backend,
+        )
         report = load_weights(self.model, checkpoint, device=self.device, progress=progress)
         self.kv_spec = KVCacheSpec.from_model(self.model, self.config.block_size)
         return report
@@ -206,7 +212,7 @@ class ModelRunner:
             GraphMode.parse(settings.graph_mode),
             device_type=self.device.type,
             split=settings.mode is CompileMode.PIECEWISE,
-            attention_capturable=next(iter(self.model.attention_layers.values())).backend.capturable,
+            attention_capturable=self.model.attention_backend.capturable,
             collectives_capturable=self.group.backend in ("none", "nccl"),
         )
         sizes = resolve_capture_sizes(
@@ -306,7 +312,8 @@ class ModelRunner:
         return StepResult(plan.step_id, tuple(tokens or ()), stats, tuple(prompts))
 
     def _context(self, metadata: AttentionMetadata) -> ForwardContext:
-        return ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
+        """The context of one step; building it calls the attention backend's ``prepare_step``."""
+        return ForwardContext.for_step(metadata, self.model.attention_layers, self.kv_caches)
 
     def _score_prompts(self, hidden: torch.Tensor, spans: Sequence[PromptSpan]) -> list[PromptLogprobs]:
         good: list[PromptLogprobs] = []

@@ -43,6 +43,7 @@ from runtime.common.protocol import (
     unpack_plan,
 )
 from workers.attention import cpu_paged as native_attention
+from workers.attention.registry import backend_name
 from workers.compile.levels import CompileSettings
 from workers.faults import FaultInjector, parse_fault
 from workers.kernels import elementwise as native_ops
@@ -312,6 +313,7 @@ class Worker:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "device": self._device.type,
+            "attention_backend": backend_name(self._runner.model.attention_backend),
             "kv_blocks": str(next(iter(self._runner.kv_caches.values())).shape[0]),
             "subgraphs": str(self._subgraphs),
             "graph_mode": self._runner.graph_mode.value,

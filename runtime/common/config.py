@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 EXECUTORS = ("auto", "ray", "local", "torchrun")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "cpu", "triton", "torch")
 STAGES = ("spawn", "device", "group", "weights", "kv_cache", "compile", "capture", "ready")
 
 STEP_TOKENS = {"cuda": 2048, "cpu": 512}
@@ -150,6 +151,12 @@ class EngineConfig:
     cudagraph_mode: str | None = setting(None, "graph mode; default: by -O", choices=GRAPH_MODES)
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, "token counts to capture; default: 1, 2, 4, 8, ...")
     quantization: str | None = setting(None, "quantization scheme; default: what the checkpoint says")
+    attention_backend: str = setting(
+        "auto",
+        "attention implementation: cpu (C kernel), triton (GPU kernels) or torch (PyTorch ops); auto: the first that "
+        "device, dtype, head size and installed compilers allow",
+        choices=ATTENTION_BACKENDS,
+    )
     collectives: str = setting(
         "auto", "all-reduce on CPU: shared memory on one host, else gloo", choices=("auto", "shm", "gloo")
     )
@@ -173,6 +180,7 @@ class EngineConfig:
         _check_choice("distributed_executor_backend", self.distributed_executor_backend, EXECUTORS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("device", self.device, DEVICES)
+        _check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         _check_choice("collectives", self.collectives, ("auto", "shm", "gloo"))
         if self.compile_mode is not None:
             _check_choice("compile_mode", self.compile_mode, COMPILE_MODES)

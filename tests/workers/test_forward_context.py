@@ -10,7 +10,7 @@ from workers.forward_context import AttentionMetadata, ForwardContext, forward_c
 
 def make_context() -> ForwardContext:
     nothing = torch.empty(0)
-    return ForwardContext(AttentionMetadata(0, 0, 0, 0, nothing, nothing, nothing, nothing), {}, {})
+    return ForwardContext.for_step(AttentionMetadata(0, 0, 0, 0, nothing, nothing, nothing, nothing), {}, {})
 
 
 def test_is_set_inside_and_only_there() -> None:

@@ -1,8 +1,8 @@
-"""The attention op: opaque to the compiler, which splits the graph at it.
+"""The attention op, at which a compiled graph is split.
 
-It returns nothing and writes ``output``, which the caller allocates and which the schema names as written; otherwise
-its result would be silently lost. What it attends to is found in the forward context under the layer's name, so a
-graph holds that name and no cache. How to attend is a backend's matter (``workers/attention/``).
+The op returns nothing and writes ``output``, which the caller allocates and the schema lists as mutated. The layer
+and its KV cache are found in the forward context by the layer's name, so a graph holds that name and no cache. The
+computation is the backend's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def attention(
         value: like ``key``.
         output: like ``query``; every row is written, padded rows with zeros.
         layer_name: key of the layer and its cache in the forward context.
-        kv_written: the KV-update op's result, or None where the backend stores keys and values itself. Unread: as an
-            argument it keeps the update before the attention.
-        output_scale: where a backend that quantizes its output writes the scales.
+        kv_written: the result of the KV-update op, or None where the backend stores keys and values itself. It is not
+            read; the data dependency orders the update before the attention.
+        output_scale: receives the scales of a quantized output.
 
     Raises:
         RuntimeError: no forward pass is running.
@@ -43,7 +43,7 @@ def attention(
     layer = context.layers[layer_name]
     if output_scale is not None:
         raise NotImplementedError(f"{layer_name}: {type(layer.backend).__name__} does not quantize its output")
-    layer.backend.forward(context, layer, query, key, value, context.kv_caches[layer_name], output)
+    layer.backend.forward(context.steps[layer.backend], layer, query, key, value, context.kv_caches[layer_name], output)
 
 
 def attention_fake(
@@ -55,34 +55,7 @@ def attention_fake(
     kv_written: torch.Tensor | None = None,
     output_scale: torch.Tensor | None = None,
 ) -> None:
-    """Nothing: the op has no result, and what it writes keeps its shape."""
-
-
-def attention_reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
-) -> torch.Tensor:
-    """One request's attention, as the definition reads; what every backend has to equal.
-
-    Args:
-        query: [n, num_heads, head_dim], the last n tokens of the request.
-        keys: [L, num_kv_heads, head_dim], all of them.
-        values: like ``keys``.
-        scale: of the scores.
-        window: tokens a token sees, itself included; None: all before it.
-
-    Returns:
-        fp32 [n, num_heads, head_dim].
-    """
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = (x.float().repeat_interleave(groups, dim=1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
-    last, length = query.shape[0], keys.shape[0]
-    at = torch.arange(length, device=query.device)
-    seen = at <= at[length - last :, None]
-    if window is not None:
-        seen &= at > at[length - last :, None] - window
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    """No result; the output keeps its shape."""
 
 
 register_op(

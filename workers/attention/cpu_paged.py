@@ -1,76 +1,92 @@
-"""Attention by our C kernel over the paged cache: what CPUs use where there is a C compiler.
+"""Attention backend for CPUs with a C compiler: the C kernel over the paged cache.
 
-The cache is laid out as ``torch_paged.py``'s. One call per layer (``csrc/attention.c``) stores the step's keys and
-values and attends for all requests, whatever their numbers of new tokens. A token's result has the same bits whichever
-requests are in the step, however a prompt is cut into chunks, and whatever the number of threads.
+The cache has the layout of ``torch_paged.py``. One call per layer (``csrc/attention.c``) stores the step's keys and
+values and computes the attention of all requests, prefill and decode alike. Batch invariance: a token's result has the
+same bits whatever other requests are in the step, however a prompt is cut into chunks, and for any number of threads.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 
 from workers.attention.base import AttentionBackend
-from workers.forward_context import AttentionLayer, AttentionMetadata, ForwardContext
-from workers.kernels.bindings import CSRC, DTYPE_CODES, OptionalKernels
+from workers.attention.bounds import check_block_table, check_slots
+from workers.forward_context import AttentionLayer, AttentionMetadata
+from workers.kernels.bindings import CSRC, DTYPE_CODES, KernelLibrary
 
 SOURCE = CSRC / "attention.c"
 
-MAX_HEAD_DIM = 512
-"""A thread's stack has room for vectors of this size."""
+_PACK = struct.Struct("14qd12q")
+"""``attention_args`` of csrc/attention.c."""
 
-_PACK = struct.Struct("14qd11q").pack
-"""``layer_step`` of csrc/attention.c."""
+_OUT_OF_MEMORY, _SLOT_OUT_OF_RANGE, _BLOCK_OUT_OF_RANGE = 1, 2, 3
+"""Results of the kernel other than 0."""
 
-_STEP = "cpu_paged.step"
-"""Key in a forward context's ``shared``."""
-
-
-_Native = OptionalKernels(SOURCE, "attention goes without the C kernel, several times slower in decode")
-use_native = _Native.use
+_library = KernelLibrary(
+    SOURCE, {"attention_args": _PACK.size}, "attention runs without the C kernel, several times slower in decode"
+)
+use_native = _library.use
 
 
-def native_backend(dtype: torch.dtype, head_dim: int) -> AttentionBackend | None:
-    """The backend for this cache, or None if :func:`use_native` has loaded nothing or the kernel is not made for it.
+@dataclass(frozen=True)
+class CpuStep:
+    """The step's part of ``attention_args``, the same for every layer.
 
-    Args:
-        dtype: of queries and cache.
-        head_dim: size of one head.
-    """
-    if _Native.library is None or dtype not in DTYPE_CODES or head_dim > MAX_HEAD_DIM:
-        return None
-    return NativeCPUAttention(_Native.library)
-
-
-class NativeCPUAttention(AttentionBackend):
-    """See the module's text.
-
-    Args:
-        library: the compiled ``csrc/attention.c``.
+    Attributes:
+        metadata: keeps the tensors alive that ``fields`` points to.
+        fields: addresses of the metadata's tensors, the block table's stride, and the numbers of requests and tokens.
     """
 
-    writes_kv_in_forward: ClassVar[bool] = True
+    metadata: AttentionMetadata
+    fields: tuple[int, ...]
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend: Callable[[bytes], int] = library.lockstep_attention
-        self._store: Callable[[bytes], None] = library.lockstep_store_kv
+
+class CpuPagedAttention(AttentionBackend[CpuStep]):
+    """The C kernel. :func:`use_native` loads it, before a backend is created."""
+
+    device_types = ("cpu",)
+    dtypes = tuple(DTYPE_CODES)
+    max_head_dim = 512  # vectors of this size fit on a thread's stack
+    writes_kv_in_forward = True
+
+    @classmethod
+    def missing(cls) -> str:
+        """The compiled kernel, where there is no C compiler."""
+        return "" if _library.is_used() else "its C kernel is not compiled (is a C compiler installed?)"
+
+    def __init__(self) -> None:
+        library = _library.loaded()
+        self._attention = library.lockstep_attention
+        self._store_kv = library.lockstep_store_kv
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, 2, num_kv_heads, block_size, head_dim]."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
-    def write_kv(self, context: ForwardContext, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    def prepare_step(self, metadata: AttentionMetadata) -> CpuStep:
+        """Addresses and sizes of the metadata's tensors."""
+        fields = (
+            metadata.slot_mapping.data_ptr(),
+            metadata.block_table.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            metadata.query_start_loc.data_ptr(),
+            metadata.block_table.stride(0),
+            metadata.num_reqs,
+            metadata.num_tokens,
+        )
+        return CpuStep(metadata, fields)
+
+    def write_kv(self, step: CpuStep, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
         """Store keys and values of all tokens with a slot, as :meth:`forward` does by itself."""
         key, value = _dense(key), _dense(value)
-        self._store(_describe(context, key, key, value, kv_cache, key))
+        _check(self._store_kv(_pack_args(step, key, key, value, kv_cache, key)), step, kv_cache)
 
     def forward(
         self,
-        context: ForwardContext,
+        step: CpuStep,
         layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -81,17 +97,18 @@ class NativeCPUAttention(AttentionBackend):
         """Store the step's keys and values, then attend."""
         query, key, value = _dense(query), _dense(key), _dense(value)
         window = layer.sliding_window or 0
-        if self._attend(_describe(context, query, key, value, kv_cache, output, layer.scale, window)):
-            raise MemoryError(f"no memory for the attention of {context.metadata.num_reqs} requests")
+        _check(
+            self._attention(_pack_args(step, query, key, value, kv_cache, output, layer.scale, window)), step, kv_cache
+        )
 
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, head_dim], in any order in memory as long as a head's numbers lie together."""
+    """[T, heads, head_dim] with any strides of tokens and heads, and a last stride of 1."""
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _describe(
-    context: ForwardContext,
+def _pack_args(
+    step: CpuStep,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -100,18 +117,15 @@ def _describe(
     scale: float = 0.0,
     window: int = 0,
 ) -> bytes:
-    """``layer_step`` of csrc/attention.c, good for as long as these tensors live."""
+    """``attention_args`` of csrc/attention.c; valid while these tensors live."""
     dtype = kv_cache.dtype
     if not (query.dtype == key.dtype == value.dtype == output.dtype == dtype):
         raise TypeError(f"queries are {query.dtype}, keys {key.dtype}, values {value.dtype}, but the cache is {dtype}")
-    step = context.shared.get(_STEP)
-    if step is None:
-        step = context.shared[_STEP] = _describe_step(context.metadata)
-    _, _, kv_heads, block_size, head_dim = kv_cache.shape
+    num_blocks, _, kv_heads, block_size, head_dim = kv_cache.shape
     # The last stride is 1: see _dense.
     query_stride, key_stride, value_stride = query.stride()[:2], key.stride()[:2], value.stride()[:2]
-    return _PACK(
-        *step,
+    return _PACK.pack(
+        *step.fields,
         key.shape[0],
         block_size,
         kv_heads,
@@ -120,6 +134,7 @@ def _describe(
         DTYPE_CODES[dtype],
         window,
         scale,
+        num_blocks,
         query.data_ptr(),
         key.data_ptr(),
         value.data_ptr(),
@@ -131,14 +146,15 @@ def _describe(
     )
 
 
-def _describe_step(metadata: AttentionMetadata) -> tuple[int, ...]:
-    """The part of ``layer_step`` that all layers share: where metadata is, and how much of it."""
-    return (
-        metadata.slot_mapping.data_ptr(),
-        metadata.block_table.data_ptr(),
-        metadata.seq_lens.data_ptr(),
-        metadata.query_start_loc.data_ptr(),
-        metadata.block_table.stride(0),
-        metadata.num_reqs,
-        metadata.num_tokens,
-    )
+def _check(status: int, step: CpuStep, kv_cache: torch.Tensor) -> None:
+    """Raise the error that a kernel's result stands for."""
+    if not status:
+        return
+    metadata, (num_blocks, _, _, block_size, _) = step.metadata, kv_cache.shape
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError(f"no memory for the attention of {metadata.num_reqs} requests")
+    if status == _SLOT_OUT_OF_RANGE:
+        check_slots(metadata.slot_mapping, num_blocks, block_size)
+    if status == _BLOCK_OUT_OF_RANGE:
+        check_block_table(metadata, num_blocks, block_size)
+    raise RuntimeError(f"internal error: csrc/attention.c returned {status}, and the step's slots and blocks are valid")

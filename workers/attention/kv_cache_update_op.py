@@ -1,8 +1,7 @@
-"""The KV-update op: stores a step's keys and values before attention reads the cache.
+"""The KV-update op: stores a step's keys and values in the KV cache before attention reads it.
 
-It runs only where the attention backend does not store them itself. Its result is an empty tensor that the attention
-op takes as an argument: the cache is not among the op's arguments, so without that the compiler would see no reason
-to keep the two in order.
+It runs only where the attention backend does not store them in its forward. The cache is not among the op's arguments,
+so its result, an empty tensor that the attention op takes as an argument, is the data dependency that orders the two.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from workers.forward_context import get_forward_context
 
 
 def kv_cache_update(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> torch.Tensor:
-    """Store keys and values, [T, num_kv_heads, head_dim], in the slots that the forward context gives the tokens.
+    """Store keys and values, [T, num_kv_heads, head_dim], in the slots of the step's tokens.
 
     Returns:
         an empty tensor, for the attention op of the same layer.
@@ -24,7 +23,8 @@ def kv_cache_update(key: torch.Tensor, value: torch.Tensor, layer_name: str) -> 
         KeyError: the context has no such layer.
     """
     context = get_forward_context()
-    context.layers[layer_name].backend.write_kv(context, key, value, context.kv_caches[layer_name])
+    backend = context.layers[layer_name].backend
+    backend.write_kv(context.steps[backend], key, value, context.kv_caches[layer_name])
     return kv_cache_update_fake(key, value, layer_name)
 
 

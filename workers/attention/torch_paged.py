@@ -1,41 +1,41 @@
-"""Attention in plain torch over the paged cache: the backend for every device, and the one kernels are tested against.
+"""Attention backend in plain PyTorch over the paged cache: runs on every device, and is the reference of the kernels.
 
-One layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys at 0 and values at 1. Blocks come first,
-so that a block is one stretch of memory; within it, all tokens of one KV head lie together, which is the tile that
-a kernel working on one (request, KV head) streams.
+The KV cache of a layer is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys at 0 and values at 1. A block is
+contiguous; within it the tokens of one KV head are contiguous, which is the tile that a kernel for one (request, KV
+head) streams.
 
-A batch is cut in two kinds of work. Requests with one new token (decode) are batched: their keys and values are
-gathered through the block table into [B, num_kv_heads, L, head_dim], padded to the longest of the group, and one masked
-SDPA attends for all. Every other request is one SDPA of its own. Where each token lies is worked out once a step and
-shared by the layers of one window.
+Decode requests (one new token) are batched: their keys and values are gathered through the block table into
+[B, num_kv_heads, L, head_dim], padded to the longest context of the group, for one masked SDPA. Every other request is
+an SDPA call of its own. The gather indices are computed once per step and shared by the layers of one window.
 
-Rows are gathered by token, not by block: a padded entry repeats the request's own last token, so nothing of another
-request, NaN included, is ever read. Softmax is fp32 inside SDPA. How decode requests are grouped depends on the batch,
-so bits of a request may differ with its company by rounding.
+The gather is by token, not by block: padding repeats the request's own last token, so no value of another request, NaN
+included, is read. Softmax is fp32 inside SDPA. The grouping of decode requests depends on the batch, so this backend is
+batch-invariant only up to rounding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 
 from workers.attention.base import AttentionBackend
-from workers.forward_context import AttentionLayer, AttentionMetadata, ForwardContext
+from workers.attention.bounds import check_blocks, check_slots
+from workers.forward_context import AttentionLayer, AttentionMetadata
 
 SMALL_CONTEXT = 128
-"""Decode requests up to this many tokens are batched together however much padding that takes."""
+"""Decode requests with contexts up to this length form one batch, regardless of padding."""
 
 
 @dataclass(frozen=True)
 class _Decode:
-    """B requests with one new token each, attended to in one call.
+    """B requests with one new token each, computed in one SDPA call.
 
     Attributes:
         tokens: int64 [B], their rows of the batch.
         rows: int64 [2 * B * num_kv_heads * L], rows of the flat cache: all keys, then all values.
-        mask: bool [B, 1, 1, L], which of the L are real; None if all are.
+        mask: bool [B, 1, 1, L], which of the L are not padding; None if all.
     """
 
     tokens: torch.Tensor
@@ -48,7 +48,7 @@ class _Prefill:
     """One request with several new tokens: rows ``start`` to ``stop`` of the batch.
 
     Attributes:
-        rows: int64 [2 * num_kv_heads * L], rows of the flat cache; None if all it attends to is in this step.
+        rows: int64 [2 * num_kv_heads * L], rows of the flat cache; None if its whole context is in this step.
         mask: bool [stop - start, L]; None for plain causal attention within this step.
     """
 
@@ -60,24 +60,48 @@ class _Prefill:
 
 @dataclass(frozen=True)
 class _Plan:
+    """The SDPA calls of one step."""
+
     decodes: tuple[_Decode, ...]
     prefills: tuple[_Prefill, ...]
 
 
-class TorchPagedAttention(AttentionBackend):
-    """See the module's text. Reads sizes back to the host once a step, so a CUDA graph cannot hold it."""
+@dataclass(frozen=True)
+class TorchStep:
+    """One step. The gather indices are filled in by the first layer that needs them.
+
+    Attributes:
+        metadata: of the step.
+        writes: what :func:`_rows_to_write` gives, by the cache's shape.
+        plans: by window and by the cache's shape.
+    """
+
+    metadata: AttentionMetadata
+    writes: dict[tuple[int, ...], tuple[torch.Tensor | None, torch.Tensor]] = field(
+        default_factory=dict[tuple[int, ...], tuple[torch.Tensor | None, torch.Tensor]]
+    )
+    plans: dict[tuple[int | None, tuple[int, ...]], _Plan] = field(
+        default_factory=dict[tuple[int | None, tuple[int, ...]], _Plan]
+    )
+
+
+class TorchPagedAttention(AttentionBackend[TorchStep]):
+    """PyTorch ops only. Sizes are read back to the host once per step, so a CUDA graph cannot contain it."""
 
     def kv_cache_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """[num_blocks, 2, num_kv_heads, block_size, head_dim]."""
         return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
-    def write_kv(self, context: ForwardContext, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
+    def prepare_step(self, metadata: AttentionMetadata) -> TorchStep:
+        """An empty table of gather indices: they depend on a layer's window and cache."""
+        return TorchStep(metadata)
+
+    def write_kv(self, step: TorchStep, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
         """Store keys and values of all tokens with a slot."""
-        shape = tuple(kv_cache.shape[1:])
-        at = ("torch_paged.write", shape)
-        if at not in context.shared:
-            context.shared[at] = _rows_to_write(context.metadata, shape)
-        tokens, rows = context.shared[at]
+        shape = tuple(kv_cache.shape)
+        if shape not in step.writes:
+            step.writes[shape] = _rows_to_write(step.metadata, shape)
+        tokens, rows = step.writes[shape]
         if tokens is not None:
             key, value = key.index_select(0, tokens), value.index_select(0, tokens)
         stored = torch.stack((key, value), dim=1).view(-1, kv_cache.shape[-1])
@@ -85,7 +109,7 @@ class TorchPagedAttention(AttentionBackend):
 
     def forward(
         self,
-        context: ForwardContext,
+        step: TorchStep,
         layer: AttentionLayer,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -93,14 +117,14 @@ class TorchPagedAttention(AttentionBackend):
         kv_cache: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        """Attend, decode requests together and the others one by one."""
-        shape = tuple(kv_cache.shape[1:])
-        at = ("torch_paged.plan", layer.sliding_window, shape)
-        if at not in context.shared:
-            context.shared[at] = _plan(context.metadata, layer.sliding_window, shape)
-        plan: _Plan = context.shared[at]
+        """Attend: decode requests in batches, the others one by one."""
+        shape = tuple(kv_cache.shape)
+        at = (layer.sliding_window, shape)
+        if at not in step.plans:
+            step.plans[at] = _plan(step.metadata, layer.sliding_window, shape)
+        plan = step.plans[at]
         flat_cache = kv_cache.view(-1, layer.head_dim)
-        output[context.metadata.num_tokens :].zero_()
+        output[step.metadata.num_tokens :].zero_()
         for decode in plan.decodes:
             _attend_decode(layer, decode, query, flat_cache, output)
         for prefill in plan.prefills:
@@ -112,7 +136,7 @@ def _attend_decode(
 ) -> None:
     batch = work.tokens.shape[0]
     keys, values = flat_cache.index_select(0, work.rows).view(2, batch, layer.num_kv_heads, -1, layer.head_dim)
-    # The query heads of one KV head stand where SDPA expects query tokens: they see the same keys.
+    # The query heads of one KV head take the place of query tokens: they share the keys.
     grouped = query.index_select(0, work.tokens).view(batch, layer.num_kv_heads, -1, layer.head_dim)
     attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=work.mask, scale=layer.scale)
     output.index_copy_(0, work.tokens, attended.reshape(batch, layer.num_heads, layer.head_dim))
@@ -145,35 +169,37 @@ def _attend_prefill(
 
 
 def _rows_to_write(metadata: AttentionMetadata, shape: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Tokens that have a slot (None: all), and the rows of the flat cache that their keys and values go to.
+    """Tokens that have a slot (None: all), and the rows of the flat cache that receive their keys and values.
 
     Args:
         metadata: of the step.
-        shape: of one block, [2, num_kv_heads, block_size, head_dim].
+        shape: of the cache, [num_blocks, 2, num_kv_heads, block_size, head_dim].
     """
     slots = metadata.slot_mapping
     tokens = None
     if bool((slots < 0).any()):
         tokens = (slots >= 0).nonzero().flatten()
         slots = slots.index_select(0, tokens)
-    parts, heads, block_size, _ = shape
+    num_blocks, parts, heads, block_size, _ = shape
+    check_slots(slots, num_blocks, block_size)
     tiles = (slots // block_size * (parts * heads))[:, None] + torch.arange(parts * heads, device=slots.device)
     return tokens, (tiles * block_size + (slots % block_size)[:, None]).flatten()
 
 
 def _rows_to_read(block_table: torch.Tensor, positions: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rows of the flat cache with the keys, then the values, of some positions of some requests.
+    """Rows of the flat cache that hold the keys, then the values, of given positions of requests.
 
     Args:
         block_table: int32 [B, max_blocks].
         positions: int64 [B, L].
-        shape: of one block, [2, num_kv_heads, block_size, head_dim].
+        shape: of the cache, [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
     Returns:
         int64, flat, in the order [2, B, num_kv_heads, L].
     """
-    parts, heads, block_size, _ = shape
+    num_blocks, parts, heads, block_size, _ = shape
     blocks = block_table.gather(1, positions // block_size).to(torch.int64)
+    check_blocks(blocks, num_blocks)
     part = torch.arange(parts, device=positions.device)[:, None, None, None]
     head = torch.arange(heads, device=positions.device)[:, None]
     tiles = (blocks[:, None] * parts + part) * heads + head
@@ -181,7 +207,7 @@ def _rows_to_read(block_table: torch.Tensor, positions: torch.Tensor, shape: tup
 
 
 def _plan(metadata: AttentionMetadata, window: int | None, shape: tuple[int, ...]) -> _Plan:
-    """Divide a step's requests into decode groups and single prefills."""
+    """Split a step's requests into decode groups and single prefills."""
     starts: list[int] = metadata.query_start_loc[: metadata.num_reqs + 1].tolist()
     lengths: list[int] = metadata.seq_lens[: metadata.num_reqs].tolist()
     single: list[int] = []
@@ -201,7 +227,7 @@ def _plan(metadata: AttentionMetadata, window: int | None, shape: tuple[int, ...
 def _group_by_length(requests: list[int], visible: list[int]) -> list[list[int]]:
     """Groups in which the shortest context is at least half of the longest, so that padding at most doubles the work.
 
-    One group of all, in the order of the batch, if they are alike.
+    Within a group, requests keep the order of the batch.
     """
     groups: list[list[int]] = []
     longest = 0
@@ -216,7 +242,7 @@ def _group_by_length(requests: list[int], visible: list[int]) -> list[list[int]]
 def _plan_decode(
     metadata: AttentionMetadata, requests: list[int], visible: list[int], shape: tuple[int, ...]
 ) -> _Decode:
-    """Gather plan of one group: request b sees its last ``visible[b]`` positions."""
+    """Gather indices of one group: request b attends to its last ``visible[b]`` positions."""
     device = metadata.block_table.device
     chosen = torch.tensor(requests, dtype=torch.int64, device=device)
     ends = metadata.seq_lens.index_select(0, chosen).to(torch.int64)
@@ -237,7 +263,7 @@ def _plan_prefill(
     window: int | None,
     shape: tuple[int, ...],
 ) -> _Prefill:
-    """How the last ``stop - start`` of ``length`` tokens attend to those before and among them."""
+    """Gather indices and mask of the last ``stop - start`` of ``length`` tokens of one request."""
     cached = length - (stop - start)
     windowed = window is not None and length > window
     if not cached and not windowed:

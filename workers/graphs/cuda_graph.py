@@ -97,10 +97,11 @@ class CudaGraphs:
     def replay(self, key: Dispatch, metadata: AttentionMetadata) -> torch.Tensor:
         """Hidden states [size, hidden_size], valid until the next replay. Nothing is waited for."""
         assert self._output is not None, "capture comes before replay"
+        context = self._make_context(metadata)  # Prepares the attention backend, whose buffers a FULL graph may read.
         if key.mode is GraphMode.FULL:
             self._replays[key]()
         else:
-            with forward_context(self._make_context(metadata)):
+            with forward_context(context):
                 self._replays[key]()
         return self._output[: key.size]
 

@@ -1,12 +1,14 @@
-"""Loads our CPU kernels: C libraries that share one pool of threads, and the codes by which they know dtypes.
+"""Bindings of the CPU kernels: C libraries that share one thread pool, their dtype codes and their argument structs.
 
-What a kernel computes is documented in the module that calls it (``workers/quantization/cpu_linear.py``, ...).
+A kernel takes one packed struct. Each library exports the sizes of its structs, and a library whose sizes differ from
+those of its Python callers is refused: a field added on one side only would be read as garbage.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -20,42 +22,44 @@ CSRC = Path(__file__).parent / "csrc"
 POOL = CSRC / "pool.c"
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""As in csrc/numbers.h."""
+"""The enum of csrc/numbers.h."""
 
 
-class OptionalKernels:
-    """The kernels of one source, for code that is called without a word about where libraries are kept.
+class KernelLibrary:
+    """The kernels of one C source, optional: without a C compiler the callers use PyTorch ops.
 
     Args:
         source: see :func:`load_kernels`.
-        without: what goes on without them, and how, for the one warning.
+        structs: see :func:`load_kernels`.
+        without: the consequence of not having them, for the warning.
 
     Attributes:
-        library: once :meth:`use` has loaded it.
-        refused: whether the warning was given.
+        library: None until :meth:`use` has loaded it.
+        warned: whether the warning about a failed build was logged.
     """
 
-    def __init__(self, source: Path, without: str) -> None:
+    def __init__(self, source: Path, structs: Mapping[str, int], without: str) -> None:
         self.library: ctypes.CDLL | None = None
-        self.refused = False
+        self.warned = False
         self._source = source
+        self._structs = structs
         self._without = without
 
     def use(self, directory: str) -> bool:
-        """Compute with them from now on, by as many threads as torch now uses.
+        """Load the kernels, building them if necessary, and use them from now on with torch's number of threads.
 
         Args:
             directory: where compiled libraries are kept.
 
         Returns:
-            whether they could be compiled; if not, says so once in the log.
+            whether they are loaded. If they cannot be built, one warning is logged.
         """
         try:
-            self.library = load_kernels(self._source, directory)
+            self.library = load_kernels(self._source, directory, self._structs)
         except NativeBuildError as error:
-            if not self.refused:
+            if not self.warned:
                 log.warning("%s: %s", self._without, error)
-            self.refused = True
+            self.warned = True
             return False
         return True
 
@@ -63,23 +67,35 @@ class OptionalKernels:
         """Whether :meth:`use` has loaded them."""
         return self.library is not None
 
+    def loaded(self) -> ctypes.CDLL:
+        """The loaded library.
 
-def load_kernels(source: Path, directory: str) -> ctypes.CDLL:
-    """The compiled kernels of ``source``, with torch's number of threads at their disposal from now on.
+        Raises:
+            RuntimeError: :meth:`use` has not loaded it.
+        """
+        if self.library is None:
+            raise RuntimeError(f"the kernels of {self._source.name} are not loaded")
+        return self.library
 
-    The pool's threads are its own, not torch's: those wait for each other at every step, which takes whole time
-    slices where cores are short, and would be a second set wherever torch brings an OpenMP library of its own.
+
+def load_kernels(source: Path, directory: str, structs: Mapping[str, int]) -> ctypes.CDLL:
+    """Load the kernels of a C source and connect them to the thread pool, sized to torch's number of threads.
+
+    The pool is separate from torch's OpenMP threads. Those meet at a barrier after every loop, which costs whole time
+    slices when cores are oversubscribed, and a second OpenMP runtime would bring a second set of threads.
 
     Args:
         source: a C file that includes csrc/pool.h.
         directory: see :func:`parallel.toolchain.load_library`.
+        structs: sizes in bytes of the structs that Python packs, by their C names.
 
     Raises:
         NativeBuildError: there is no compiler, or it failed.
+        StructSizeError: a struct has another size in C.
     """
-    # Loaded twice, it is still one library with one pool: that is how libraries of one process are.
+    # The dynamic loader returns the same library for the same file, so all kernels of a process share one pool.
     pool = load_library(POOL, directory)
-    library = load_library(source, directory)
+    library = load_library(source, directory, structs=structs)
     pool.lockstep_pool_threads(torch.get_num_threads())
     library.lockstep_share_pool(ctypes.cast(pool.lockstep_parallel, ctypes.c_void_p))
     return library

@@ -11,7 +11,7 @@ the whole model can be traced as one graph.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from parallel.group import TensorParallelGroup
 from parallel.linear import QKVParallelLinear, QuantConfig, RowParallelLinear
 from parallel.shard import Shard, split_heads
 from runtime.common.model_config import ModelConfig
-from workers.attention.registry import choose_backend
+from workers.attention.base import AttentionBackend
+from workers.attention.registry import create_backend
 from workers.layers.attention import Attention
 from workers.layers.mlp import MLP
 from workers.layers.norm import RMSNorm
@@ -34,6 +35,7 @@ class SelfAttention(nn.Module):
     Args:
         config: sizes, biases, and whether each query and key head is normalised before it is rotated.
         group, dtype, quant_config: for the parallel layers.
+        attention_backend: of the model.
         prefix: the layer's full name.
         sliding_window: tokens a token sees, itself included; None: all before it.
     """
@@ -45,6 +47,7 @@ class SelfAttention(nn.Module):
         group: TensorParallelGroup,
         dtype: torch.dtype,
         quant_config: QuantConfig | None,
+        attention_backend: AttentionBackend[Any],
         prefix: str,
         sliding_window: int | None,
     ) -> None:
@@ -82,7 +85,7 @@ class SelfAttention(nn.Module):
             local.kv.size,
             self.head_dim,
             dtype=dtype,
-            backend=choose_backend(group.device, dtype=dtype, head_dim=self.head_dim),
+            backend=attention_backend,
             prefix=f"{prefix}.attn",
             sliding_window=sliding_window,
         )
@@ -110,6 +113,7 @@ class DecoderLayer(nn.Module):
         group: TensorParallelGroup,
         dtype: torch.dtype,
         quant_config: QuantConfig | None,
+        attention_backend: AttentionBackend[Any],
         prefix: str,
         sliding_window: int | None,
     ) -> None:
@@ -121,6 +125,7 @@ class DecoderLayer(nn.Module):
             group=group,
             dtype=dtype,
             quant_config=quant_config,
+            attention_backend=attention_backend,
             prefix=f"{prefix}.self_attn",
             sliding_window=sliding_window,
         )
@@ -159,6 +164,7 @@ class DecoderModel(nn.Module):
         group: TensorParallelGroup,
         dtype: torch.dtype,
         quant_config: QuantConfig | None,
+        attention_backend: AttentionBackend[Any],
         prefix: str,
     ) -> None:
         super().__init__()
@@ -172,6 +178,7 @@ class DecoderModel(nn.Module):
                 group=group,
                 dtype=dtype,
                 quant_config=quant_config,
+                attention_backend=attention_backend,
                 prefix=f"{prefix}.layers.{layer}",
                 sliding_window=config.layer_window(layer),
             )
@@ -199,8 +206,10 @@ class DecoderForCausalLM(nn.Module):
         group: the ranks.
         dtype: of parameters and activations.
         quant_config: of the linear layers; None: plain weights.
+        attention_backend: a name of ``workers/attention/registry.py``, or "auto".
 
     Attributes:
+        attention_backend: of all attention layers.
         attention_layers: every attention layer by its name, as the forward context wants them.
         ignored_weights: ends of the names of checkpoint tensors that are not loaded.
     """
@@ -231,10 +240,19 @@ class DecoderForCausalLM(nn.Module):
         group: TensorParallelGroup,
         dtype: torch.dtype,
         quant_config: QuantConfig | None = None,
+        attention_backend: str = "auto",
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = DecoderModel(config, group=group, dtype=dtype, quant_config=quant_config, prefix="model")
+        self.attention_backend = create_backend(attention_backend, group.device, dtype=dtype, head_dim=config.head_dim)
+        self.model = DecoderModel(
+            config,
+            group=group,
+            dtype=dtype,
+            quant_config=quant_config,
+            attention_backend=self.attention_backend,
+            prefix="model",
+        )
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,

@@ -32,13 +32,16 @@ def build_model(
     group: TensorParallelGroup,
     dtype: torch.dtype,
     quant_config: QuantConfig | None = None,
+    attention_backend: str = "auto",
 ) -> DecoderForCausalLM:
     """One rank's model on the meta device: shapes without memory. ``workers/weights.py`` fills it.
 
     Raises:
-        ConfigError: the architecture is unknown.
+        ConfigError: the architecture is unknown, or the attention backend cannot be used on this rank.
     """
     if config.architecture not in MODELS:
         raise ConfigError(f"architecture {config.architecture} is unknown; supported: {', '.join(MODELS)}")
     with torch.device("meta"):
-        return MODELS[config.architecture](config, group=group, dtype=dtype, quant_config=quant_config)
+        return MODELS[config.architecture](
+            config, group=group, dtype=dtype, quant_config=quant_config, attention_backend=attention_backend
+        )

@@ -54,8 +54,8 @@ MAX_NATIVE_TOKENS = {
 }
 """The C kernel's token limit by dtype: above it F.linear is faster. No limit for dtypes without CPU instructions."""
 
-_PACK = struct.Struct("9q").pack
-"""``product`` of linear.c."""
+_PACK = struct.Struct("9q")
+"""``linear_args`` of linear.c."""
 
 
 class _Native:
@@ -83,7 +83,7 @@ def use_native(library_dir: str) -> bool:
         whether the kernel is loaded. If it cannot be built, one warning is logged and the op stays slower.
     """
     try:
-        call = load_kernels(SOURCE, library_dir).lockstep_linear
+        call = load_kernels(SOURCE, library_dir, {"linear_args": _PACK.size}).lockstep_linear
     except NativeBuildError as error:
         if not _Native.warned:
             log.warning("linear layers run without the C kernel, several times slower for few tokens: %s", error)
@@ -143,7 +143,7 @@ def _multiply_natively(
     shape = (tokens, count)
     out = x.new_empty(shape) if out_dtype is dtype else torch.empty(shape, dtype=out_dtype, device="cpu")
     addresses = x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()
-    if call(_PACK(*addresses, tokens, count, width, DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])):
+    if call(_PACK.pack(*addresses, tokens, count, width, DTYPE_CODES[dtype], DTYPE_CODES[out_dtype])):
         raise MemoryError(f"no memory to convert {tokens} tokens of {width} elements to fp32 for a linear layer")
     return out
 

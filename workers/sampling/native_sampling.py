@@ -12,18 +12,22 @@ from collections.abc import Sequence
 
 import torch
 
-from workers.kernels.bindings import CSRC, OptionalKernels
+from workers.kernels.bindings import CSRC, KernelLibrary
 
 SOURCE = CSRC / "sampling.c"
 
 MAX_WIDTH = 2**30
 """Longest row: ids of tokens and of their blocks are 32 bits."""
 
-_TABLE = struct.Struct("@9q").pack
-_CHOICE = struct.Struct("@3dq2i").pack
-"""``table`` and ``choice`` of csrc/sampling.c."""
+_LOGITS = struct.Struct("@9q")
+_PARAMS = struct.Struct("@3dq2i")
+"""``logits_args`` and ``sampling_params`` of csrc/sampling.c."""
 
-_Native = OptionalKernels(SOURCE, "sampling goes without the C kernel, milliseconds slower for each row")
+_Native = KernelLibrary(
+    SOURCE,
+    {"logits_args": _LOGITS.size, "sampling_params": _PARAMS.size},
+    "sampling runs without the C kernel, milliseconds slower for each row",
+)
 use_native = _Native.use
 
 
@@ -62,7 +66,7 @@ def draw(
     settings = list(zip(temperatures, top_ps, min_ps, top_ks, keys, strict=True))
     if len(settings) != rows:
         raise ValueError(f"there are {rows} rows to draw from, but settings for {len(settings)}")
-    choices = b"".join(_CHOICE(*numbers, *key) for *numbers, key in settings)
+    choices = b"".join(_PARAMS.pack(*numbers, *key) for *numbers, key in settings)
     token_ids = torch.empty(rows, dtype=torch.int64, device="cpu")
     _check(library.lockstep_draw(_describe(logits, token_ids), choices), rows)
     return token_ids
@@ -113,10 +117,10 @@ def _describe(
     top: torch.Tensor | None = None,
     top_ids: torch.Tensor | None = None,
 ) -> bytes:
-    """``table`` of csrc/sampling.c, good for as long as these tensors live."""
+    """``logits_args`` of csrc/sampling.c, good for as long as these tensors live."""
     places = (0 if tensor is None else tensor.data_ptr() for tensor in (own, top, top_ids))
     most = 0 if top is None else top.shape[1]
-    return _TABLE(
+    return _LOGITS.pack(
         logits.data_ptr(), token_ids.data_ptr(), *places, len(logits), logits.stride(0), logits.shape[1], most
     )
 

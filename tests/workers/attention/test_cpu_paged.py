@@ -14,12 +14,13 @@ import torch.nn.functional as F
 
 from parallel import toolchain
 from workers.attention import cpu_paged
-from workers.attention.attention_op import attention_reference
 from workers.attention.base import AttentionBackend
-from workers.attention.cpu_paged import NativeCPUAttention, native_backend, use_native
-from workers.attention.registry import choose_backend
+from workers.attention.bounds import KVCacheBoundsError
+from workers.attention.cpu_paged import CpuPagedAttention, use_native
+from workers.attention.registry import create_backend
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
+from workers.kernels.ops.paged_attention import attention_reference
 from workers.layers.attention import Attention
 
 NAN = float("nan")
@@ -69,11 +70,9 @@ def library_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def backend(library_dir: str, monkeypatch: pytest.MonkeyPatch) -> AttentionBackend:
-    monkeypatch.setattr(cpu_paged._Native, "library", None)
+    monkeypatch.setattr(cpu_paged._library, "library", None)
     assert use_native(library_dir)
-    found = native_backend(torch.float32, 16)
-    assert isinstance(found, NativeCPUAttention)
-    return found
+    return CpuPagedAttention()
 
 
 def make_case(requests: Sequence[tuple[int, int]], shape: Shape, padding: int = 2) -> Case:
@@ -143,7 +142,7 @@ def attend(case: Case, backend: AttentionBackend, window: int | None = None) -> 
         dtype=shape.dtype, backend=backend, prefix="a", sliding_window=window,
     )  # fmt: skip
     rows = (new_tokens(case, tensors) for tensors in (case.queries, case.keys, case.values))
-    with forward_context(ForwardContext(case.metadata, {"a": layer}, {"a": case.cache})):
+    with forward_context(ForwardContext.for_step(case.metadata, {"a": layer}, {"a": case.cache})):
         return layer(*rows).view(-1, shape.heads, shape.head_dim)
 
 
@@ -226,9 +225,8 @@ def test_bits_depend_on_the_context_only(
 
 def test_new_keys_and_values_are_stored_and_nothing_else(backend: AttentionBackend) -> None:
     stored, attended = (make_case(BATCHES["mixed"], Shape(), padding=3) for _ in range(2))
-    context = ForwardContext(stored.metadata, {}, {})
     rows = (new_tokens(stored, tensors) for tensors in (stored.keys, stored.values))
-    backend.write_kv(context, *rows, stored.cache)
+    backend.write_kv(backend.prepare_step(stored.metadata), *rows, stored.cache)
     attend(attended, backend)
     lengths = [cached + new for cached, new in stored.requests]
     for cache in (stored.cache, attended.cache):
@@ -261,12 +259,12 @@ def test_is_chosen_once_it_is_loaded(
     backend: AttentionBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def choice(dtype: torch.dtype, head_dim: int) -> type[AttentionBackend]:
-        return type(choose_backend(torch.device("cpu"), dtype=dtype, head_dim=head_dim))
+        return type(create_backend("auto", torch.device("cpu"), dtype=dtype, head_dim=head_dim))
 
-    assert choice(torch.bfloat16, 64) is NativeCPUAttention
+    assert choice(torch.bfloat16, 64) is CpuPagedAttention
     assert choice(torch.float64, 64) is choice(torch.float32, 1024) is TorchPagedAttention
-    monkeypatch.setattr(cpu_paged._Native, "library", None)
-    monkeypatch.setattr(cpu_paged._Native, "refused", False)
+    monkeypatch.setattr(cpu_paged._library, "library", None)
+    monkeypatch.setattr(cpu_paged._library, "warned", False)
     monkeypatch.setattr(toolchain, "COMPILERS", ())
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert not use_native(str(tmp_path))
@@ -280,3 +278,30 @@ def test_another_dtype_than_the_cache_is_refused(backend: AttentionBackend) -> N
     case.cache = case.cache.bfloat16()
     with pytest.raises(TypeError, match=r"the cache is torch\.bfloat16"):
         attend(case, backend)
+
+
+def test_slots_outside_the_cache_are_refused(backend: AttentionBackend) -> None:
+    """The memory behind the cache keeps its values, and so does the cache."""
+    case = make_case([(3, 1), (0, 2)], Shape())
+    blocks = case.cache.shape[0]
+    memory = torch.full((blocks + 8, *case.cache.shape[1:]), 5.0)
+    case.cache = memory[:blocks]
+    beyond = blocks * case.shape.block + 3
+    case.metadata.slot_mapping[1] = beyond
+    rows = [new_tokens(case, tensors) for tensors in (case.keys, case.values)]
+    with pytest.raises(KVCacheBoundsError, match=f"slot {beyond} of token 1 is outside"):
+        attend(case, backend)
+    with pytest.raises(KVCacheBoundsError, match=f"slot {beyond} of token 1 is outside"):
+        backend.write_kv(backend.prepare_step(case.metadata), *rows, case.cache)
+    assert bool((memory == 5.0).all())
+
+
+@pytest.mark.parametrize("block", [-1, 10**5])
+def test_blocks_outside_the_cache_are_refused(backend: AttentionBackend, block: int) -> None:
+    case = make_case([(3, 1), (9, 2)], Shape())
+    case.metadata.block_table[1, 1] = block
+    with pytest.raises(KVCacheBoundsError, match=f"block {block} is outside"):
+        attend(case, backend)
+    outside_of_the_window = make_case([(300, 1)], Shape())
+    outside_of_the_window.metadata.block_table[0, 0] = block
+    check(outside_of_the_window, backend, window=8)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from workers.attention.attention_op import attention_reference
 from workers.attention.torch_paged import TorchPagedAttention, _group_by_length
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
+from workers.kernels.ops.paged_attention import attention_reference
 from workers.layers.attention import Attention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 6, 2, 16, 4
@@ -80,7 +80,7 @@ def attend(case: Case, window: int | None = None) -> torch.Tensor:
     key, value = (
         torch.cat([*(x[s] for x, s in zip(tensors, new, strict=True)), filler]) for tensors in (case.keys, case.values)
     )
-    with forward_context(ForwardContext(case.metadata, {"a": layer}, {"a": case.cache})):
+    with forward_context(ForwardContext.for_step(case.metadata, {"a": layer}, {"a": case.cache})):
         return layer(case.query, key, value).view(-1, HEADS, HEAD_DIM)
 
 

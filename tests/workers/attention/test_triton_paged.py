@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.attention.registry import choose_backend
+from workers.attention.registry import create_backend
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.attention.triton_paged import TritonPagedAttention
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
@@ -49,7 +49,7 @@ def attend(
     cache = torch.randn(backend.kv_cache_shape(6, BLOCK, KV_HEADS, HEAD_DIM), generator=generator)
     rows = metadata.slot_mapping.shape[0]
     inputs = (torch.randn(rows, heads, HEAD_DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    with forward_context(ForwardContext(metadata, {"a": layer}, {"a": cache})):
+    with forward_context(ForwardContext.for_step(metadata, {"a": layer}, {"a": cache})):
         return layer(*inputs), cache
 
 
@@ -70,14 +70,14 @@ def test_equals_the_torch_backend(metadata: AttentionMetadata, window: int | Non
 
 def test_choice_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(device: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> type:
-        return type(choose_backend(torch.device(device), dtype=dtype, head_dim=head_dim))
+        return type(create_backend("auto", torch.device(device), dtype=dtype, head_dim=head_dim))
 
-    monkeypatch.setattr("workers.attention.registry.triton_is_installed", lambda: True)
+    monkeypatch.setattr("workers.attention.triton_paged.triton_is_installed", lambda: True)
     assert chosen("cuda") is TritonPagedAttention
     assert chosen("cpu") is not TritonPagedAttention
     assert chosen("cuda", torch.float64) is TorchPagedAttention
     assert chosen("cuda", head_dim=512) is TorchPagedAttention
-    monkeypatch.setattr("workers.attention.registry.triton_is_installed", lambda: False)
+    monkeypatch.setattr("workers.attention.triton_paged.triton_is_installed", lambda: False)
     assert chosen("cuda") is TorchPagedAttention
 
 

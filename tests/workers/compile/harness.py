@@ -64,7 +64,7 @@ class CompiledModelHarness(ModelHarness):
         """As :meth:`ModelHarness.step`, through the compiled forward."""
         # Inputs are made outside of inference mode, as the runner's static buffers are.
         input_ids, positions, metadata = self.prepare(step, padding)
-        context = ForwardContext(metadata, self.model.attention_layers, self.kv_caches)
+        context = ForwardContext.for_step(metadata, self.model.attention_layers, self.kv_caches)
         with torch.inference_mode(), forward_context(context):
             hidden = self.compiled(input_ids, positions)
             logits = self.model.compute_logits(hidden[: metadata.num_tokens])

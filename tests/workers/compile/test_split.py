@@ -135,7 +135,7 @@ def test_the_cut_graph_run_as_it_is_equals_the_model(kind: str) -> None:
 @torch.inference_mode()
 def _hidden(harness: ModelHarness, forward: Any, request: int, tokens: list[int]) -> torch.Tensor:
     *inputs, metadata = harness.prepare([(request, tokens)], padding=2)
-    with forward_context(ForwardContext(metadata, harness.model.attention_layers, harness.kv_caches)):
+    with forward_context(ForwardContext.for_step(metadata, harness.model.attention_layers, harness.kv_caches)):
         return forward(*inputs)[: len(tokens)]
 
 

@@ -111,7 +111,9 @@ class Rank:
             mode=mode,
             sizes=sizes,
             buffers=self.buffers,
-            make_context=lambda metadata: ForwardContext(metadata, self.model.attention_layers, self.kv_caches),
+            make_context=lambda metadata: ForwardContext.for_step(
+                metadata, self.model.attention_layers, self.kv_caches
+            ),
             device=group.device,
             **settings,
         )

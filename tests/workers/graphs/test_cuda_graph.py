@@ -36,11 +36,11 @@ LAYERS = 3
 class Capturable(TritonPagedAttention):
     """The backend for GPUs; its kernels' CPU forms, called as ops, read the metadata's tensors at every replay."""
 
-    def write_kv(self, context: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
-        torch.ops.lockstep.kv_cache_write(key, value, kv_cache, context.metadata.slot_mapping)
+    def write_kv(self, step: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
+        torch.ops.lockstep.kv_cache_write(key, value, kv_cache, step.slot_mapping)
 
-    def forward(self, context: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, output: Any) -> None:
-        m = context.metadata
+    def forward(self, step: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, output: Any) -> None:
+        m = step
         torch.ops.lockstep.paged_attention(
             query, kv_cache, output, m.block_table, m.seq_lens, m.query_start_loc, m.num_reqs, m.max_query_len,
             m.max_seq_len, layer.scale, layer.sliding_window or 0,
@@ -126,10 +126,10 @@ def test_warming_up_and_capturing_attend_but_write_no_key(fake_cuda: FakeCuda) -
     seen: list[tuple[int, int, int, int]] = []
 
     class Watched(Capturable):
-        def write_kv(self, context: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
-            m = context.metadata
+        def write_kv(self, step: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor) -> None:
+            m = step
             seen.append((m.slot_mapping.shape[0], m.num_reqs, m.max_query_len, m.max_seq_len))
-            super().write_kv(context, key, value, kv_cache)
+            super().write_kv(step, key, value, kv_cache)
 
     rank.buffers.max_model_len = 16
     for layer in rank.model.attention_layers.values():

@@ -25,7 +25,7 @@ def library_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def native(library_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise._Native, "library", None)
+    monkeypatch.setattr(elementwise._library, "library", None)
     assert elementwise.use_native(library_dir)
 
 

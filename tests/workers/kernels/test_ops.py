@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from workers.attention.attention_op import attention_reference
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.kernels.ops.kv_cache_write import kv_cache_write_reference
-from workers.kernels.ops.paged_attention import paged_attention_reference
+from workers.kernels.ops.paged_attention import attention_reference, paged_attention_reference
 from workers.layers.attention import Attention
 
 KV_HEADS, HEADS, HEAD_DIM, BLOCK = 2, 6, 16, 4
@@ -34,7 +33,7 @@ def context() -> Iterator[ForwardContext]:
         query_start_loc=torch.tensor([0, 5, 6], dtype=torch.int32),
     )
     cache = torch.randn(3, 2, KV_HEADS, BLOCK, HEAD_DIM)
-    with forward_context(ForwardContext(metadata, {"layer": layer}, {"layer": cache})) as active:
+    with forward_context(ForwardContext.for_step(metadata, {"layer": layer}, {"layer": cache})) as active:
         yield active
 
 

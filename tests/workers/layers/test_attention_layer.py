@@ -31,9 +31,9 @@ class WritesItself(TorchPagedAttention):
 
     writes_kv_in_forward = True
 
-    def forward(self, context, layer, query, key, value, kv_cache, output) -> None:  # type: ignore[no-untyped-def]
-        self.write_kv(context, key, value, kv_cache)
-        super().forward(context, layer, query, key, value, kv_cache, output)
+    def forward(self, step, layer, query, key, value, kv_cache, output) -> None:  # type: ignore[no-untyped-def]
+        self.write_kv(step, key, value, kv_cache)
+        super().forward(step, layer, query, key, value, kv_cache, output)
 
 
 def run(layer: Attention) -> tuple[torch.Tensor, list[str]]:
@@ -51,7 +51,7 @@ def run(layer: Attention) -> tuple[torch.Tensor, list[str]]:
         seq_lens=torch.tensor([2, 2], dtype=torch.int32),
         query_start_loc=torch.tensor([0, 1, 2], dtype=torch.int32),
     )
-    with forward_context(ForwardContext(metadata, {"a": layer}, {"a": cache})), Recorder() as recorder:
+    with forward_context(ForwardContext.for_step(metadata, {"a": layer}, {"a": cache})), Recorder() as recorder:
         return layer(query, key, value), recorder.names
 
 

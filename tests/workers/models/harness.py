@@ -62,7 +62,7 @@ class ModelHarness:
     def step(self, step: Step, padding: int = 0) -> torch.Tensor:
         """The whole vocabulary's logits of every token of the step, fp32 [num_tokens, vocab_size], on every rank."""
         input_ids, positions, metadata = self.prepare(step, padding)
-        with forward_context(ForwardContext(metadata, self.model.attention_layers, self.kv_caches)):
+        with forward_context(ForwardContext.for_step(metadata, self.model.attention_layers, self.kv_caches)):
             hidden = self.model(input_ids, positions)
         logits = self.model.compute_logits(hidden[: metadata.num_tokens])
         whole = logits if self.group.size == 1 else gather_columns(self.group, logits, self.vocab)

@@ -74,7 +74,7 @@ def test_traces_as_one_graph_for_every_number_of_tokens() -> None:
             torch._dynamo.mark_dynamic(tensor, dim)
         with (
             torch.no_grad(),
-            forward_context(ForwardContext(metadata, harness.model.attention_layers, harness.kv_caches)),
+            forward_context(ForwardContext.for_step(metadata, harness.model.attention_layers, harness.kv_caches)),
         ):
             found = harness.model.compute_logits(compiled(*inputs))
         torch.testing.assert_close(found, reference_logits(tiny_checkpoint("qwen3"), tokens), rtol=1e-4, atol=1e-4)

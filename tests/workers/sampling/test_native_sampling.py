@@ -381,7 +381,7 @@ def test_without_a_compiler_there_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(toolchain, "COMPILERS", ())
-    monkeypatch.setattr(native_sampling._Native, "refused", False)
+    monkeypatch.setattr(native_sampling._Native, "warned", False)
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert not native_sampling.use_native(str(tmp_path))
         assert not native_sampling.use_native(str(tmp_path))

@@ -12,6 +12,7 @@
  * Only keys and values of the request itself are read, and of values only those a vector may see.
  */
 #include "pool.h"
+#include "shared_struct.h"
 #include "tiles.h"
 
 #include <math.h>
@@ -31,10 +32,17 @@ typedef struct {
     int64_t block_size, kv_heads, group, head_dim, dtype;
     int64_t window; /* tokens a token sees, itself included; 0: all */
     double scale;
+    int64_t num_blocks;
     const char *query, *key, *value;
     char *cache, *output;
     int64_t query_token, query_head, key_token, key_head, value_token, value_head;
-} layer_step;
+} attention_args;
+
+EXPORT_SIZE(attention_args);
+_Static_assert(sizeof(attention_args) == 27 * 8, "as packed by cpu_paged.py");
+
+/* Results of the entry points; keep in step with cpu_paged.py. */
+enum { OK = 0, OUT_OF_MEMORY = 1, SLOT_OUT_OF_RANGE = 2, BLOCK_OUT_OF_RANGE = 3 };
 
 /* How a request's work is cut. */
 typedef struct {
@@ -45,7 +53,7 @@ typedef struct {
 } cut;
 
 typedef struct {
-    const layer_step *s;
+    const attention_args *s;
     cut *cuts;                            /* [requests + 1] */
     float *partials;                      /* of every part of a request cut into spans: its vectors' `result`s */
     long width;                           /* head_dim, rounded up to whole steps */
@@ -229,7 +237,7 @@ static void add_values(const rows_of *values, long begin, long end, int vectors,
 
 /* The vectors of a part: some query heads of a KV head, for some tokens. */
 typedef struct {
-    const layer_step *s;
+    const attention_args *s;
     const int32_t *blocks; /* of the request */
     long head, vectors, width;
     float *queries;            /* [vectors, width], in the order of load_half */
@@ -239,7 +247,7 @@ typedef struct {
 
 /* The keys (0) or values (1) from `position` on that lie together, at most up to `end`. Gives how many. */
 static long take_rows(const group_of_vectors *g, int what, long position, long end, rows_of *taken) {
-    const layer_step *s = g->s;
+    const attention_args *s = g->s;
     const long within = position % s->block_size, block = g->blocks[position / s->block_size];
     const long row = ((block * 2 + what) * s->kv_heads + g->head) * s->block_size + within;
     const long row_bytes = s->head_dim * bytes_of((int)s->dtype);
@@ -308,7 +316,7 @@ static void merge(float *maximum, float *sum, float *values, float later_maximum
 }
 
 /* Weighted values over their sum, as one query head of the output. */
-static void finish(const layer_step *s, long width, float sum, const float *values, char *to) {
+static void finish(const attention_args *s, long width, float sum, const float *values, char *to) {
     const floats share = spread(1.0f / sum);
     char rounded[STEP * sizeof(float)];
     for (long at = 0; at < width; at += STEP) {
@@ -319,7 +327,7 @@ static void finish(const layer_step *s, long width, float sum, const float *valu
     }
 }
 
-static char *output_of(const layer_step *s, long row, long query_head) {
+static char *output_of(const attention_args *s, long row, long query_head) {
     const long head = row * s->kv_heads * s->group + query_head;
     return s->output + head * s->head_dim * bytes_of((int)s->dtype);
 }
@@ -338,7 +346,7 @@ static long head_groups(const plan *all) { return (all->s->group + all->heads_to
 
 static void attend_part(void *work, long part) {
     const plan *all = work;
-    const layer_step *s = all->s;
+    const attention_args *s = all->s;
     const cut *c = cut_of(all, part);
     const long request = c - all->cuts, number = part - c->parts_before, width = all->width;
     const long span = number % c->spans, run = number / c->spans % c->runs, group = number / c->spans / c->runs;
@@ -388,7 +396,7 @@ static void attend_part(void *work, long part) {
 /* Merges the spans of a request that was cut into them. */
 static void merge_request(void *work, long request) {
     const plan *all = work;
-    const layer_step *s = all->s;
+    const attention_args *s = all->s;
     const cut *c = &all->cuts[request];
     if (c->spans == 1 || !c->tokens) return;
     const long heads = s->kv_heads * s->group, size = all->width + 2;
@@ -404,7 +412,7 @@ static void merge_request(void *work, long request) {
 /* ---- entry points */
 
 static void store_token(void *work, long token) {
-    const layer_step *s = work;
+    const attention_args *s = work;
     const long slot = s->slots[token], bytes = bytes_of((int)s->dtype), size = s->head_dim * bytes;
     if (slot < 0) return;
     for (long head = 0; head < s->kv_heads; head++) {
@@ -416,15 +424,38 @@ static void store_token(void *work, long token) {
     }
 }
 
-/* Keys and values of every token with a slot. */
-void lockstep_store_kv(layer_step *s) {
+/* Whether every slot is negative (padding) or lies in the cache. */
+static int slots_in_range(const attention_args *s) {
+    const int64_t num_slots = s->num_blocks * s->block_size;
+    int64_t beyond = 0;
+    for (long token = 0; token < s->rows; token++) beyond |= s->slots[token] >= num_slots;
+    return !beyond;
+}
+
+/* Whether every block that attention will read lies in the cache. */
+static int blocks_in_range(const attention_args *s) {
+    int outside = 0;
+    for (long r = 0; r < s->requests; r++) {
+        const long length = s->seq_lens[r], first_query = length - (s->starts[r + 1] - s->starts[r]);
+        const long first = s->window ? most(0, first_query + 1 - s->window) : 0;
+        const int32_t *blocks = s->block_table + r * s->table_stride;
+        for (long block = first / s->block_size; block * s->block_size < length; block++)
+            outside |= blocks[block] < 0 || blocks[block] >= s->num_blocks;
+    }
+    return !outside;
+}
+
+/* Stores keys and values of every token with a slot; nothing if a slot is out of range. */
+int lockstep_store_kv(attention_args *s) {
     const int few = s->rows * s->kv_heads * s->head_dim < FEW_NUMBERS;
+    if (!slots_in_range(s)) return SLOT_OUT_OF_RANGE;
     (few ? run_alone : parallel)(store_token, s, s->rows);
+    return OK;
 }
 
 /* Fills the cuts; gives the number of parts. */
 static long cut_requests(const plan *all, long *visible) {
-    const layer_step *s = all->s;
+    const attention_args *s = all->s;
     long parts = 0, floats_before = 0;
     for (long r = 0; r < s->requests; r++) {
         cut *c = &all->cuts[r];
@@ -442,10 +473,11 @@ static long cut_requests(const plan *all, long *visible) {
     return parts;
 }
 
-/* Stores the step's keys and values; then every request's attention, and zeros in the rows of padding. 0, or 1 if there
- * is no memory. */
-int lockstep_attention(layer_step *s) {
-    lockstep_store_kv(s);
+/* Stores the step's keys and values; then every request's attention, and zeros in the rows of padding. */
+int lockstep_attention(attention_args *s) {
+    if (!blocks_in_range(s)) return BLOCK_OUT_OF_RANGE;
+    const int stored = lockstep_store_kv(s);
+    if (stored != OK) return stored;
     plan all = {.s = s, .width = steps_of(s->head_dim) * STEP, .heads_together = least(s->group, MOST_TOGETHER)};
     all.tokens_together = MOST_TOGETHER / all.heads_together;
     memset(output_of(s, s->tokens, 0), 0, (size_t)(output_of(s, s->rows, 0) - output_of(s, s->tokens, 0)));

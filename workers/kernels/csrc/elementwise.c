@@ -1,7 +1,8 @@
-/* What a decoder does to tokens between its linear layers, on a CPU: norms, rotation, gated activation. Each is one pass
+/* What a decoder does to tokens between its linear layers, on a CPU: norms, rotary_args, gated activation_args. Each is one pass
  * over a token that plain torch makes in several. Rounding to the dtype happens where the plain form rounds.
  */
 #include "pool.h"
+#include "shared_struct.h"
 #include "tiles.h"
 
 #include <math.h>
@@ -17,9 +18,12 @@ typedef struct {
     char *out, *stream;                /* dense, like x; x + residual, if there is one */
     int64_t tokens, heads, width, token_stride, head_stride, dtype;
     double eps;
-} norm;
+} norm_args;
 
-INLINE void normalize(const norm *n, int dtype, const char *x, const char *residual, char *out, char *stream) {
+EXPORT_SIZE(norm_args);
+_Static_assert(sizeof(norm_args) == 12 * 8, "as packed in Python");
+
+INLINE void normalize(const norm_args *n, int dtype, const char *x, const char *residual, char *out, char *stream) {
     const long steps = steps_of(n->width), padded = steps * STEP, bytes = bytes_of(dtype);
     const long last = (n->width - 1) % STEP + 1; /* numbers of the last step */
     float row[padded], other[padded];
@@ -54,7 +58,7 @@ INLINE void normalize(const norm *n, int dtype, const char *x, const char *resid
 }
 
 static void normalize_token(void *work, long token) {
-    const norm *n = work;
+    const norm_args *n = work;
     const long bytes = bytes_of((int)n->dtype);
     for (long head = 0; head < n->heads; head++) {
         const char *x = n->x + (token * n->token_stride + head * n->head_stride) * bytes;
@@ -67,7 +71,7 @@ static void normalize_token(void *work, long token) {
     }
 }
 
-void lockstep_rms_norm(norm *n) {
+void lockstep_rms_norm(norm_args *n) {
     (n->tokens * n->heads * n->width < ALONE ? run_alone : parallel)(normalize_token, n, n->tokens);
 }
 
@@ -78,7 +82,10 @@ typedef struct {
     char *query_out, *key_out;           /* dense */
     int64_t tokens, heads, kv_heads, half, dtype;
     int64_t query_token, query_head, key_token, key_head, cos_token, sin_token;
-} rotation;
+} rotary_args;
+
+EXPORT_SIZE(rotary_args);
+_Static_assert(sizeof(rotary_args) == 17 * 8, "as packed in Python");
 
 INLINE float rounded_to(int dtype, float value) {
     if (dtype == BFLOAT16) return bf16_to_float(float_to_bf16(value));
@@ -95,7 +102,7 @@ INLINE void rotate_head(int dtype, long half, const char *x, const char *cos, co
     }
 }
 
-INLINE void rotate_heads(const rotation *r, int dtype, long token) {
+INLINE void rotate_heads(const rotary_args *r, int dtype, long token) {
     const long bytes = bytes_of(dtype);
     const char *cos = r->cos + token * r->cos_token * bytes, *sin = r->sin + token * r->sin_token * bytes;
     for (long h = 0; h < r->heads; h++)
@@ -107,13 +114,13 @@ INLINE void rotate_heads(const rotation *r, int dtype, long token) {
 }
 
 static void rotate_token(void *work, long token) {
-    const rotation *r = work;
+    const rotary_args *r = work;
     if (r->dtype == FLOAT32) rotate_heads(r, FLOAT32, token);
     if (r->dtype == BFLOAT16) rotate_heads(r, BFLOAT16, token);
     if (r->dtype == FLOAT16) rotate_heads(r, FLOAT16, token);
 }
 
-void lockstep_rotary_embedding(rotation *r) {
+void lockstep_rotary_embedding(rotary_args *r) {
     const int few = r->tokens * (r->heads + r->kv_heads) * r->half < ALONE;
     (few ? run_alone : parallel)(rotate_token, r, r->tokens);
 }
@@ -124,7 +131,10 @@ typedef struct {
     const char *x; /* dense [tokens, 2 * width] */
     char *out;     /* dense [tokens, width] */
     int64_t tokens, width, dtype;
-} activation;
+} activation_args;
+
+EXPORT_SIZE(activation_args);
+_Static_assert(sizeof(activation_args) == 5 * 8, "as packed in Python");
 
 /* x / (1 + e^-x), without an overflow for large -x. */
 INLINE floats silu(floats x) {
@@ -133,7 +143,7 @@ INLINE floats silu(floats x) {
     return choose(negative, x * e, x) / (1.0f + e);
 }
 
-INLINE void activate(const activation *a, int dtype, const char *gate, const char *up, char *out) {
+INLINE void activate(const activation_args *a, int dtype, const char *gate, const char *up, char *out) {
     const long bytes = bytes_of(dtype), pair = STEP * bytes;
     for (long at = 0; at < a->width; at += STEP, gate += pair, up += pair, out += pair) {
         char rest[3][STEP * sizeof(float)] = {{0}};
@@ -149,7 +159,7 @@ INLINE void activate(const activation *a, int dtype, const char *gate, const cha
 }
 
 static void activate_token(void *work, long token) {
-    const activation *a = work;
+    const activation_args *a = work;
     const long row = a->width * bytes_of((int)a->dtype);
     const char *gate = a->x + token * 2 * row;
     char *out = a->out + token * row;
@@ -158,6 +168,6 @@ static void activate_token(void *work, long token) {
     if (a->dtype == FLOAT16) activate(a, FLOAT16, gate, gate + row, out);
 }
 
-void lockstep_silu_and_mul(activation *a) {
+void lockstep_silu_and_mul(activation_args *a) {
     (a->tokens * a->width < ALONE ? run_alone : parallel)(activate_token, a, a->tokens);
 }

@@ -10,6 +10,7 @@
  * first. x is always widened before, into what tiles.h calls a vector.
  */
 #include "pool.h"
+#include "shared_struct.h"
 #include "tiles.h"
 
 #include <stdlib.h>
@@ -28,10 +29,13 @@ typedef struct {
     const char *x, *w, *bias; /* [tokens, width], [rows, width], [rows] or NULL, dense and of `dtype` */
     char *out;                /* [tokens, rows], of `out_dtype` */
     int64_t tokens, rows, width, dtype, out_dtype;
-} product;
+} linear_args;
+
+EXPORT_SIZE(linear_args);
+_Static_assert(sizeof(linear_args) == 9 * 8, "as packed by cpu_linear.py");
 
 typedef struct {
-    const product *p;
+    const linear_args *p;
     const char *x; /* first token of this run */
     char *out;
     float *wide; /* [tokens, steps * STEP], the tokens as vectors */
@@ -42,7 +46,7 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 
 /* A tile's sums, now whole, to where they belong; of the first `rows` rows, which are `apart` rows from each other. */
 static void finish_tile(const run *all, long row, int rows, long apart, long token, int tokens, const floats *sums) {
-    const product *p = all->p;
+    const linear_args *p = all->p;
     const int out_dtype = (int)p->out_dtype;
     const long number = bytes_of(out_dtype);
     float bias[MOST_ROWS] = {0};
@@ -102,7 +106,7 @@ static few_function *const row_tiles[3][TOKENS_OF_TILE + 1] = {EACH_ROW(NAMES_OF
 /* Steps `begin` to `end` of a tile; in the last of them, numbers that are not there count as zeros. */
 static void add_steps(const run *all, few_function *tile, long row, int rows, long apart, long token, long begin,
                       long end, floats *sums) {
-    const product *p = all->p;
+    const linear_args *p = all->p;
     const long number = bytes_of((int)p->dtype), whole = p->width / STEP, x_stride = all->steps * STEP;
     const long w_bytes = apart * p->width * number;
     const char *w = p->w + row * p->width * number;
@@ -190,7 +194,7 @@ EACH_PANEL(PANEL)
 static panel_function *const panel_tiles[PANEL_TOKENS + 1] = {EACH_PANEL(PANEL_NAME)};
 
 /* Columns `begin` to `end` (in steps) of a panel; zeros where the matrix ends. */
-static void widen_panel(const product *p, long first, long rows, long begin, long end, float *panel) {
+static void widen_panel(const linear_args *p, long first, long rows, long begin, long end, float *panel) {
     const long bytes = bytes_of((int)p->dtype), width = least(end * STEP, p->width) - begin * STEP;
     for (long row = 0; row < ROWS_OF_PANEL; row++) {
         float *to = panel + row * PANEL_STRIDE;
@@ -204,7 +208,7 @@ static void widen_panel(const product *p, long first, long rows, long begin, lon
 
 static void multiply_panel(void *work, long part) {
     const run *all = work;
-    const product *p = all->p;
+    const linear_args *p = all->p;
     const long first = part * ROWS_OF_PANEL, rows = least(ROWS_OF_PANEL, p->rows - first), x_stride = all->steps * STEP;
     float panel[ROWS_OF_PANEL * PANEL_STRIDE] __attribute__((aligned(64)));
     floats kept[ROWS_OF_PANEL * TOKENS_AT_ONCE];
@@ -226,7 +230,7 @@ static void multiply_panel(void *work, long part) {
 
 static void widen_part(void *work, long token) {
     const run *all = work;
-    const product *p = all->p;
+    const linear_args *p = all->p;
     const char *from = all->x + token * p->width * bytes_of((int)p->dtype);
     widen_vector((int)p->dtype, p->width, 1.0f, from, all->wide + token * all->steps * STEP);
 }
@@ -235,7 +239,7 @@ static long round_up(long value, long multiple) { return (value + multiple - 1) 
 
 /* How the rows are cut into parts, and those into panels and runs of steps. */
 static void plan_parts(run *all) {
-    const product *p = all->p;
+    const linear_args *p = all->p;
     const int bytes = bytes_of((int)p->dtype);
     all->rows_of_part = ROWS_OF_PANEL;
     all->steps_at_once = all->steps;
@@ -250,7 +254,7 @@ static void plan_parts(run *all) {
 }
 
 /* 0, or 1 if there is no memory. */
-int lockstep_linear(const product *p) {
+int lockstep_linear(const linear_args *p) {
     const long bytes = bytes_of((int)p->dtype), out_bytes = bytes_of((int)p->out_dtype);
     run all = {.p = p, .steps = steps_of(p->width)};
     float own[16384] __attribute__((aligned(64)));

@@ -9,6 +9,7 @@
  */
 #include "numbers.h"
 #include "pool.h"
+#include "shared_struct.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -28,7 +29,7 @@ typedef struct {
     double temperature, top_p, min_p; /* temperature 0: the likeliest, the lowest of equals */
     int64_t top_k;
     uint32_t key[2];
-} choice;
+} sampling_params;
 
 typedef struct {
     const float *logits; /* [rows, width] */
@@ -36,11 +37,16 @@ typedef struct {
     float *own, *top;    /* logprobs only: [rows] and [rows, most] */
     int64_t *top_ids;    /* [rows, most], the likeliest first, the lowest id of equals */
     int64_t rows, stride, width, most;
-} table;
+} logits_args;
+
+EXPORT_SIZE(sampling_params);
+EXPORT_SIZE(logits_args);
+_Static_assert(sizeof(sampling_params) == 3 * 8 + 8 + 2 * 4, "as packed by native_sampling.py");
+_Static_assert(sizeof(logits_args) == 9 * 8, "as packed by native_sampling.py");
 
 typedef struct {
-    table table;
-    const choice *choices;
+    logits_args table;
+    const sampling_params *choices;
     atomic_int failed; /* a thread had no memory */
 } job;
 
@@ -78,7 +84,7 @@ INLINE uint64_t lanes_where(words where) {
 static inline long padded(long count) { return (count + BLOCK - 1) / BLOCK * BLOCK; }
 
 /* Gives the row its arrays, in one piece that is to be freed. What is not touched of it costs nothing. */
-static void *begin_row(row *r, const table *t, long number) {
+static void *begin_row(row *r, const logits_args *t, long number) {
     r->logits = t->logits + number * t->stride;
     r->width = t->width;
     r->blocks = padded(t->width) / BLOCK;
@@ -328,7 +334,7 @@ static float nucleus_bound(row *r, double total, double top_p) {
 }
 
 /* Lists the candidates that top-k, top-p and min-p leave, with their weights. */
-static void cut(row *r, const choice *c, float min_p) {
+static void cut(row *r, const sampling_params *c, float min_p) {
     const long top_k = c->top_k > 0 ? (long)c->top_k : 0;
     float least = LEAST;
     double total = 0;
@@ -395,7 +401,7 @@ static long race(const uint32_t *key, const uint32_t *ids, uint32_t first, const
 
 /* All tokens are candidates: first a block is drawn, then one of its tokens. It is the same distribution with noise for
  * one number in 64. Blocks are numbered after the tokens, so that no block's noise is a token's. */
-static long draw_from_all(row *r, const choice *c, float min_p) {
+static long draw_from_all(row *r, const sampling_params *c, float min_p) {
     sum_blocks(r, min_p);
     for (long block = r->blocks; block < padded(r->blocks); block++) r->sums[block] = 0;
     const long block = race(c->key, NULL, (uint32_t)r->width, r->sums, r->blocks);
@@ -406,7 +412,7 @@ static long draw_from_all(row *r, const choice *c, float min_p) {
     return first + race(c->key, NULL, (uint32_t)first, weights, BLOCK);
 }
 
-static long draw_from_row(row *r, const choice *c) {
+static long draw_from_row(row *r, const sampling_params *c) {
     if (!find_largest(r)) return BROKEN;
     r->temperature = (float)c->temperature;
     if (!(r->temperature > 0)) return first_largest(r);
@@ -450,7 +456,7 @@ static void rank_candidates(const row *r, double log_total, long most, float *to
 
 static void tell_row(void *work, long number) {
     job *j = work;
-    const table *t = &j->table;
+    const logits_args *t = &j->table;
     float *top = t->top + number * t->most;
     int64_t *ids = t->top_ids + number * t->most;
     row r;
@@ -480,14 +486,14 @@ static void tell_row(void *work, long number) {
     free(memory);
 }
 
-static int run(part_function *function, const table *t, const choice *choices) {
+static int run(part_function *function, const logits_args *t, const sampling_params *choices) {
     job j = {.table = *t, .choices = choices};
     (t->rows * t->width < ALONE ? run_alone : parallel)(function, &j, t->rows);
     return atomic_load(&j.failed);
 }
 
 /* Draws every row's token; whether memory was lacking. */
-int lockstep_draw(const table *t, const choice *choices) { return run(draw_row, t, choices); }
+int lockstep_draw(const logits_args *t, const sampling_params *choices) { return run(draw_row, t, choices); }
 
 /* Tells every row's log-probabilities, of its token and of the likeliest ones; whether memory was lacking. */
-int lockstep_logprobs(const table *t) { return run(tell_row, t, NULL); }
+int lockstep_logprobs(const logits_args *t) { return run(tell_row, t, NULL); }

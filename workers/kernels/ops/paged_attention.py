@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workers.attention.attention_op import attention_reference
 from workers.kernels.custom_op import fused_op
 from workers.kernels.triton_launch import Part, kernel, next_power_of_2
 
@@ -97,6 +96,33 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
 def is_data_center(device: torch.device) -> bool:
     """Whether it is a GPU with the shared memory and the matrix units of a Hopper or Blackwell data-center card."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def attention_reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attention of one request by its definition; the reference of every backend.
+
+    Args:
+        query: [n, num_heads, head_dim], the last n tokens of the request.
+        keys: [L, num_kv_heads, head_dim], all of them.
+        values: like ``keys``.
+        scale: of the scores.
+        window: tokens a token attends to, itself included; None: all before it.
+
+    Returns:
+        fp32 [n, num_heads, head_dim].
+    """
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(groups, dim=1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), keys) * scale
+    last, length = query.shape[0], keys.shape[0]
+    at = torch.arange(length, device=query.device)
+    seen = at <= at[length - last :, None]
+    if window is not None:
+        seen &= at > at[length - last :, None] - window
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def paged_attention_reference(

@@ -1,31 +1,30 @@
-"""What a failed request is told: status, headers, and OpenAI's error object. Which error is raised is others' affair.
+"""Errors of the HTTP API: status, headers, and OpenAI's error object.
 
-Input of any kind ends as 400, 401, 404, 405, 408 or 413; 429 and 503 say when to try again; 500 is left for a request
-that the engine itself could not finish.
+Wrong input ends as 400, 401, 404, 405, 408 or 413; 429 and 503 say when to try again; 500 is a request that the engine
+itself could not finish.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.common.errors import EngineError, InputError, LockstepError, QueueFullError
-from runtime.common.sampling_params import SamplingParams
+from runtime.common.errors import EngineError, InputError, LockstepError, QueueFullError, RequestError
 
 RETRY_SECONDS = 5
-"""What Retry-After says where nobody knows better."""
+"""``Retry-After`` of a 503."""
 
 
 class HttpError(LockstepError):
-    """A request that ends with a status of its own.
+    """A request that ends with a given status.
 
     Attributes:
         status: the HTTP status.
         kind: OpenAI's ``type``.
         param: the field of the body that is wrong, or None.
-        code: OpenAI's ``code``, for programs to tell errors apart.
-        headers: to send with it.
+        code: OpenAI's ``code``, by which programs distinguish errors.
+        headers: response headers.
     """
 
     def __init__(
@@ -47,31 +46,31 @@ class HttpError(LockstepError):
 
 
 class BodyError(HttpError):
-    """The body of a request is wrong: 400, naming the field."""
+    """The body of a request is wrong: 400, with the field as ``param``."""
 
 
 class GenerationError(HttpError):
-    """The engine gave this one request up: 500."""
+    """The engine ended one request with an error: 500."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=500, kind="server_error", code="generation_failed")
 
 
 class UnavailableError(HttpError):
-    """Not now: the server is shutting down, or its engine has failed. 503 with Retry-After."""
+    """The server is shutting down, or its engine has failed: 503 with ``Retry-After``."""
 
     def __init__(self, message: str, *, code: str) -> None:
         super().__init__(message, status=503, kind="server_error", code=code, headers=_retry_after(RETRY_SECONDS))
 
 
 def shutting_down() -> UnavailableError:
-    """The error of requests that come, or are still running, when the server ends."""
+    """The error of requests that arrive, or are still in flight, when the server ends."""
     return UnavailableError("this server is shutting down; send the request to another one", code="shutting_down")
 
 
 @dataclass(frozen=True)
 class ErrorReply:
-    """An error as it goes out."""
+    """Status, JSON body and headers of an error response."""
 
     status: int
     body: dict[str, Any]
@@ -87,8 +86,9 @@ def error_reply(error: LockstepError) -> ErrorReply:
         body = error_body(str(error), kind="rate_limit_error", code="queue_full")
         return ErrorReply(429, body, _retry_after(error.retry_after))
     if isinstance(error, InputError):
-        return ErrorReply(400, error_body(str(error), param=_field_of(str(error)), code="invalid_value"))
-    # A traceback of a rank belongs into the log; the first line names rank and cause.
+        param = error.param if isinstance(error, RequestError) else None
+        return ErrorReply(400, error_body(str(error), param=param, code="invalid_value"))
+    # The first line names rank and cause; the rank's traceback stays in the log.
     text = str(error).partition("\n")[0]
     if isinstance(error, EngineError):
         return ErrorReply(503, error_body(text, kind="server_error", code="engine_dead"), _retry_after(RETRY_SECONDS))
@@ -104,12 +104,3 @@ def error_body(
 
 def _retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
-
-
-_FIELDS = frozenset(each.name for each in fields(SamplingParams))
-
-
-def _field_of(message: str) -> str | None:
-    """The field that a message of ``SamplingParams`` begins with."""
-    first = message.partition(" ")[0]
-    return first if first in _FIELDS else None

@@ -1,8 +1,8 @@
-"""From a bound socket to the exit: uvicorn without its signals, the drain, and the watch of the engine.
+"""Lifecycle of the server: uvicorn on a bound socket, signals and drain, and the end of the engine.
 
-The first SIGTERM or SIGINT drains: new requests get 503, those under way go on, and when they have ended, or their time
-is over, the server does. The second one ends it at once. If the engine fails, the server tells everybody so for a
-moment and ends. Workers are the command's to end, after this.
+The first SIGTERM or SIGINT drains: new requests get 503, requests in flight continue, and the server ends when they
+have finished or at the drain's deadline. The second signal ends the server at once. After a failure of the engine, the
+server answers with 503 for :data:`FAILED_SECONDS` and ends. The command ends the workers afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.common.errors import LockstepError, signal_name
 from runtime.common.log import LOGGER_NAME
-from runtime.server.serving import Serving
+from runtime.server.app_state import AppState
 
 if TYPE_CHECKING:
     from asyncio import Protocol
@@ -30,63 +30,63 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 FORCED_EXIT_SECONDS = 2.0
-"""After the second signal the process is gone this much later, whatever still hangs."""
+"""Deadline for the process to exit after the second signal, whatever hangs."""
 
 FAILED_SECONDS = 1.0
-"""How long a server without an engine still answers, so that a health check can see why."""
+"""Time for which the server still responds after its engine failed, so that a health check sees the reason."""
 
 FLUSH_SECONDS = 1
-"""How long open connections may take to carry away their last bytes."""
+"""Deadline for open connections to send their last bytes."""
 
 POLL_SECONDS = 0.02
 MAX_HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 4096
 RESERVED_FILES = 128
-"""Open files that are not connections: libraries, channels to ranks, logs."""
+"""File descriptors reserved for other uses than connections: libraries, channels to ranks, logs."""
 
 _log = logging.getLogger(LOGGER_NAME)
 
 
 class ServerRun:
-    """One run of the server in the current event loop.
+    """Runs the server in the current event loop.
 
     Args:
-        app: from ``create_app``.
-        listener: bound; closed when the run ends.
-        max_files: how many files this process may open.
+        app: the application of ``create_app``.
+        listener: a bound socket; closed when the server ends.
+        max_files: the process's limit of open files.
 
     Attributes:
-        signals: those that arrived, in order.
+        signals: the signals received, in order.
     """
 
     def __init__(self, app: FastAPI, listener: socket.socket, *, max_files: int = 1024) -> None:
         self.signals: list[int] = []
-        self._serving: Serving = app.state.serving
+        self._state: AppState = app.state.lockstep
         self._listener = listener
-        self._server = _make_server(app, self._serving, max(16, min(MAX_CONNECTIONS, max_files - RESERVED_FILES)))
+        self._server = _make_server(app, self._state, max(16, min(MAX_CONNECTIONS, max_files - RESERVED_FILES)))
         self._ending: asyncio.Task[None] | None = None
 
     async def run(self, on_ready: Callable[[], None] | None = None) -> LockstepError | None:
-        """Serve until a signal or the engine's end.
+        """Serve until a signal or the end of the engine.
 
         Args:
             on_ready: called once connections are accepted.
 
         Returns:
-            the error that ended the engine; None if it is well.
+            the error that ended the engine, or None.
         """
         watcher = asyncio.ensure_future(self._watch(on_ready))
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
             watcher.cancel()
-            self._serving.close()
+            self._state.close()
             await asyncio.gather(watcher, return_exceptions=True)
-        return self._serving.engine.failure
+        return self._state.engine.failure
 
     @contextlib.contextmanager
     def handle_signals(self) -> Generator[None]:
-        """While in here, SIGTERM and SIGINT drain. For the main thread; what was set before comes back."""
+        """Handle SIGTERM and SIGINT in the block, in the main thread; restores the previous handlers."""
         loop = asyncio.get_running_loop()
         before = {number: signal.getsignal(number) for number in SIGNALS}
         for number in SIGNALS:
@@ -99,13 +99,13 @@ class ServerRun:
                 signal.signal(number, handler)
 
     def on_signal(self, number: int) -> None:
-        """The first one drains, the next one ends everything."""
+        """Drain on the first signal, end at once on the second."""
         self.signals.append(number)
         if len(self.signals) == 1:
             self.drain(signal_name(number))
             return
         _log.warning("%s: stopping at once", signal_name(number))
-        # Whatever hangs (a rank in a collective, a thread in C code): the ranks end with this process.
+        # For whatever hangs, such as a rank in a collective or a thread in C code: the ranks end with this process.
         timer = threading.Timer(FORCED_EXIT_SECONDS, os._exit, [128 + number])
         timer.daemon = True
         timer.start()
@@ -113,59 +113,59 @@ class ServerRun:
         self.stop()
 
     def drain(self, why: str) -> None:
-        """Refuse new requests, let those under way finish, then end."""
-        traffic, seconds = self._serving.traffic, self._serving.options.drain_seconds
-        traffic.draining = True
+        """Refuse new requests, wait for those in flight up to the deadline, then end."""
+        in_flight, seconds = self._state.in_flight, self._state.options.drain_seconds
+        in_flight.draining = True
         _log.info(
             "%s: finishing %d requests, for at most %g s; the next signal stops at once",
-            why, traffic.num_active, seconds,
+            why, in_flight.num_active, seconds,
         )  # fmt: skip
         self._ending = asyncio.ensure_future(self._end_after(seconds))
 
     def stop(self) -> None:
-        """End the requests under way, and the server."""
-        self._serving.traffic.stop()
+        """Cancel the requests in flight and end the server."""
+        self._state.in_flight.stop()
         self._server.should_exit = True
 
     async def _end_after(self, seconds: float) -> None:
-        """Wait for the requests under way, end those that take longer, and then the server."""
-        loop, traffic = asyncio.get_running_loop(), self._serving.traffic
+        """Wait for the requests in flight up to a deadline, then end the server."""
+        loop, in_flight = asyncio.get_running_loop(), self._state.in_flight
         deadline = loop.time() + seconds
-        while traffic.num_active and loop.time() < deadline:
+        while in_flight.num_active and loop.time() < deadline:
             await asyncio.sleep(POLL_SECONDS)
-        if traffic.num_active:
-            _log.warning("%d requests did not end within %g s (--drain-timeout)", traffic.num_active, seconds)
+        if in_flight.num_active:
+            _log.warning("%d requests did not end within %g s (--drain-timeout)", in_flight.num_active, seconds)
         self.stop()
 
     async def _watch(self, on_ready: Callable[[], None] | None) -> None:
-        """Say when the server is ready, and end it when the engine has ended."""
+        """Call ``on_ready`` once the server listens, and end the server after the engine."""
         while not self._server.started:
             await asyncio.sleep(POLL_SECONDS)
         if on_ready is not None:
             on_ready()
-        await self._serving.engine.ended()
+        await self._state.engine.ended()
         if self.signals:
             return
-        # Requests get their errors from the engine itself; this is for whoever asks /health.
+        # Requests in flight get their errors from the engine; this time is for health checks.
         await asyncio.sleep(FAILED_SECONDS)
         self.stop()
 
 
-def _make_server(app: FastAPI, serving: Serving, max_connections: int) -> Server:
-    """uvicorn with our signals, our log and limits for clients that are slow on purpose."""
+def _make_server(app: FastAPI, state: AppState, max_connections: int) -> Server:
+    """Configure uvicorn: no signal handlers, Lockstep's log, and limits against slow clients."""
     import uvicorn
 
-    class QuietServer(uvicorn.Server):
-        """Signals are :class:`ServerRun`'s."""
+    class SignalFreeServer(uvicorn.Server):
+        """uvicorn's server without signal handlers, which :class:`ServerRun` installs."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None]:
             yield
 
-    _log_like_ours(logging.getLogger("uvicorn"))
+    _use_own_handlers(logging.getLogger("uvicorn"))
     config = uvicorn.Config(
         app,
-        http=_protocol(serving.options.body_seconds),
+        http=_header_timeout_protocol(state.options.body_seconds),
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -178,15 +178,15 @@ def _make_server(app: FastAPI, serving: Serving, max_connections: int) -> Server
         timeout_keep_alive=30,
         timeout_graceful_shutdown=FLUSH_SECONDS,
     )
-    return QuietServer(config)
+    return SignalFreeServer(config)
 
 
-def _protocol(header_seconds: float) -> type[Protocol]:
-    """HTTP/1.1 that does not wait for ever for the headers of a request."""
+def _header_timeout_protocol(header_seconds: float) -> type[Protocol]:
+    """A subclass of uvicorn's HTTP/1.1 protocol with a deadline for the headers of each request."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class PatientProtocol(H11Protocol):
-        """Up to a point: a connection that has sent no whole request in time is closed."""
+    class HeaderTimeoutProtocol(H11Protocol):
+        """Closes a connection on which no complete request head arrives before the deadline."""
 
         _timer: asyncio.TimerHandle | None = None
 
@@ -198,7 +198,7 @@ def _protocol(header_seconds: float) -> type[Protocol]:
             super().data_received(data)
             if self._is_answering():
                 self._stop_timer()
-            elif self._timer is None:  # The beginning of another request on the same connection.
+            elif self._timer is None:  # The first bytes of another request on the same connection.
                 self._timer = self.loop.call_later(header_seconds, self._expired)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -206,7 +206,7 @@ def _protocol(header_seconds: float) -> type[Protocol]:
             super().connection_lost(exc)
 
         def _is_answering(self) -> bool:
-            cycle: Any = self.cycle  # None before the first request, whatever its type says.
+            cycle: Any = self.cycle  # None before the first request, unlike its annotation.
             return cycle is not None and not cycle.response_complete
 
         def _stop_timer(self) -> None:
@@ -219,11 +219,11 @@ def _protocol(header_seconds: float) -> type[Protocol]:
             if not self._is_answering():
                 self.transport.close()
 
-    return PatientProtocol
+    return HeaderTimeoutProtocol
 
 
-def _log_like_ours(logger: logging.Logger) -> None:
-    """Give uvicorn's logger our handlers; of what it says, only warnings are for others."""
+def _use_own_handlers(logger: logging.Logger) -> None:
+    """Send a logger's warnings and errors to Lockstep's handlers."""
     logger.handlers = list(_log.handlers)
     logger.propagate = False
     logger.setLevel(logging.WARNING)

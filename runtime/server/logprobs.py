@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI's two APIs, and vLLM for prompts, give them."""
+"""Logprobs in the formats of OpenAI's two completion APIs, and of vLLM for prompts."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from runtime.engine.request import TokenLogprob
 from runtime.text.tokenizer import REPLACEMENT, Tokenizer
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot write."""
+"""Replaces minus infinity, which JSON does not have."""
 
 
 class TokenTexts:
-    """The text of single tokens, each decoded once, and their bytes."""
+    """Texts and bytes of single tokens; each token is decoded once."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}  # At most the vocabulary.
+        self._texts: dict[int, str] = {}  # Bounded by the vocabulary.
 
     def __getitem__(self, token_id: int) -> str:
-        """The token's text; special ones as they are written. A cut character gives a replacement character."""
+        """The token's text, also of a special token. An incomplete character becomes a replacement character."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self._tokenizer.decode((token_id,), skip_special_tokens=False)
         return text
 
     def bytes_of(self, token_id: int) -> list[int]:
-        """The token's UTF-8, of a cut character, too: what all tokens have, joined, is the text's."""
+        """The token's UTF-8 bytes, also of an incomplete character: joined over all tokens, those of the text."""
         text = self[token_id]
         return list(self._tokenizer.token_bytes(token_id) if REPLACEMENT in text else text.encode())
 
@@ -45,10 +45,11 @@ def chat_logprobs(tokens: Sequence[TokenLogprob], texts: TokenTexts, num_top: in
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of one text completion, in one piece or in several.
+    """Formats ``choices[].logprobs`` of one text completion, in one object or over several events.
 
     Args:
-        num_top: alternatives for each token, to which the token itself is added where it is not among them.
+        texts: texts of single tokens.
+        num_top: alternatives for each token; the token itself is added if it is not among them.
     """
 
     def __init__(self, texts: TokenTexts, num_top: int) -> None:
@@ -56,8 +57,8 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0
 
-    def take(self, token_ids: Sequence[int], tokens: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        """The next tokens; None for the first of a prompt, before which there is nothing."""
+    def format(self, token_ids: Sequence[int], tokens: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Format the next tokens. The first token of a prompt has no logprob: None."""
         names: list[str] = []
         offsets: list[int] = []
         top: list[dict[str, float] | None] = []
@@ -77,7 +78,7 @@ class CompletionLogprobs:
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in (*token.top[: self._num_top], (token.token_id, token.logprob)):
-            found.setdefault(self._texts[token_id], _finite(logprob))  # Of tokens that look alike, the likeliest.
+            found.setdefault(self._texts[token_id], _finite(logprob))  # Of tokens with the same text, the likeliest.
         return found
 
 
@@ -88,7 +89,7 @@ def prompt_logprobs(tokens: Sequence[TokenLogprob | None], texts: TokenTexts) ->
         ranked: dict[int, tuple[float, int | None]] = {
             token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token.top, 1)
         }
-        ranked.setdefault(token.token_id, (token.logprob, None))  # Not among those asked for: its rank is not known.
+        ranked.setdefault(token.token_id, (token.logprob, None))  # Not among the top ones: its rank is unknown.
         return {
             str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
             for token_id, (logprob, rank) in ranked.items()

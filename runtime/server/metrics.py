@@ -1,8 +1,7 @@
-"""Prometheus metrics under vLLM's names, with ``lockstep:`` before them.
+"""Prometheus metrics with vLLM's names after the prefix ``lockstep:``.
 
-What the engine counts is read from one snapshot when it is asked for; what is distributed over requests is observed
-here as outputs pass. Nothing walks over requests. prometheus_client is imported when metrics are made, since it comes
-with the ``serve`` extra only.
+Counters and gauges are read from one snapshot of the engine at each scrape; histograms are observed as outputs arrive.
+Neither iterates over requests. prometheus_client is part of the ``serve`` extra, so it is imported on construction.
 """
 
 from __future__ import annotations
@@ -25,45 +24,45 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token", _SECONDS),
-    "inter_token_latency_seconds": ("Between two tokens of a request", _STEP_SECONDS),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end", _SECONDS),
-    "request_queue_time_seconds": ("From a request's arrival to the first step that it is part of", _SECONDS),
-    "request_prefill_time_seconds": ("From a request's first step to its first token", _SECONDS),
-    "request_decode_time_seconds": ("From a request's first token to its end", _SECONDS),
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token", _SECONDS),
+    "inter_token_latency_seconds": ("Seconds between two tokens of a request", _STEP_SECONDS),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its end", _SECONDS),
+    "request_queue_time_seconds": ("Seconds from a request's arrival to its first step", _SECONDS),
+    "request_prefill_time_seconds": ("Seconds from a request's first step to its first token", _SECONDS),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its end", _SECONDS),
     "request_prompt_tokens": ("Tokens of the prompt", _TOKENS),
     "request_generation_tokens": ("Tokens generated, over all samples of a request", _TOKENS),
-    "request_params_n": ("Samples asked for", _COUNTS),
-    "request_params_max_tokens": ("Most tokens asked for, where it was said", _TOKENS),
+    "request_params_n": ("Samples requested", _COUNTS),
+    "request_params_max_tokens": ("max_tokens, of requests that have it", _TOKENS),
 }
 
 _GAUGES = {
-    "num_requests_running": ("num_running", "Samples that are part of the steps now"),
-    "num_requests_waiting": ("num_waiting", "Samples that wait for room"),
+    "num_requests_running": ("num_running", "Samples in the running batch"),
+    "num_requests_waiting": ("num_waiting", "Samples that wait to be scheduled"),
     "kv_cache_usage_perc": ("kv_usage", "Share of the KV blocks in use, 0 to 1"),
 }
 
 _COUNTERS = {
     "prefix_cache_queries": ("prefix_queried_tokens", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
-    "num_preemptions": ("preemptions", "Samples that lost their KV blocks and had to start again"),
+    "num_preemptions": ("preemptions", "Samples preempted: their KV blocks were freed and are computed again"),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of all requests"),
     "generation_tokens": ("generated_tokens", "Tokens generated"),
-    "computed_tokens": ("computed_tokens", "Tokens that went through the model, those computed again included"),
+    "computed_tokens": ("computed_tokens", "Tokens computed by the model, recomputed ones included"),
     "requests": ("requests", "Requests accepted"),
-    "steps": ("steps", "Steps carried out"),
+    "steps": ("steps", "Steps executed"),
     "worker_group_restarts": ("restarts", "Restarts of the worker group after a failure"),
     "broken_logits": ("broken", "Samples ended because their logits were not finite"),
-    "model_execution_seconds": ("model_seconds", "Seconds that rank 0 prepared, computed and sampled"),
-    "step_seconds": ("step_seconds", "Seconds that steps took as the driver sees them"),
+    "model_execution_seconds": ("model_seconds", "Seconds in which rank 0 prepared, computed and sampled"),
+    "step_seconds": ("step_seconds", "Seconds of steps as measured by the driver"),
 }
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own.
+    """Metrics of one server, in a registry of their own.
 
     Args:
-        engine: where counts come from.
+        engine: source of the counters and gauges.
         model_name: the label ``model_name``.
     """
 
@@ -82,13 +81,13 @@ class Metrics:
             self._histograms[name] = histogram.labels(model_name)
 
     def render(self) -> tuple[bytes, str]:
-        """The page for Prometheus, and its content type."""
+        """The metrics in Prometheus' text format, and its content type."""
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterator[Any]:
-        """Called by the registry: what the engine counts, at this moment."""
+        """Counters and gauges of the engine. Called by the registry at each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         snapshot = self._engine.snapshot()
@@ -102,7 +101,7 @@ class Metrics:
             counter.add_metric(label, getattr(snapshot, field))
             yield counter
         finished = CounterMetricFamily(
-            f"{PREFIX}request_success", "Samples that ended, by reason", labels=["model_name", "finished_reason"]
+            f"{PREFIX}request_success", "Samples finished, by reason", labels=["model_name", "finished_reason"]
         )
         for reason, count in snapshot.finished.items():
             finished.add_metric([self._model_name, reason], count)
@@ -112,30 +111,30 @@ class Metrics:
         """Add one value to a histogram."""
         self._histograms[name].observe(value)
 
-    def meter(self, params: SamplingParams, max_tokens: int | None) -> RequestMeter:
-        """What watches the outputs of a new request. ``max_tokens``: as asked for, None if it was not."""
+    def new_request(self, params: SamplingParams, max_tokens: int | None) -> RequestMetrics:
+        """Observe a new request. ``max_tokens``: the body's, None if it has none."""
         self.observe("request_params_n", params.n)
         if max_tokens is not None:
             self.observe("request_params_max_tokens", max_tokens)
-        return RequestMeter(self)
+        return RequestMetrics(self)
 
 
-class RequestMeter:
-    """Turns one request's outputs into observations."""
+class RequestMetrics:
+    """Histogram observations of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._last: float | None = None
 
-    def see(self, output: RequestOutput) -> None:
-        """Another output has come. Called once a token, so it does little."""
+    def update(self, output: RequestOutput) -> None:
+        """Observe an output. Called for each token."""
         now = time.monotonic()
         count = max(sample.num_tokens - sample.old_tokens for sample in output.outputs)
         if count:
             gaps, since = count, self._last
             if since is None:
                 gaps, since = count - 1, output.times.first_token or now
-            # Tokens that came together because the client was slow share the time between them.
+            # Tokens that the engine merged into one output, because the client is slow, share its interval.
             for _ in range(gaps):
                 self._metrics.observe("inter_token_latency_seconds", (now - since) / gaps)
             self._last = now

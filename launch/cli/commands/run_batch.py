@@ -1,8 +1,8 @@
-"""``lockstep run-batch``: carry out a file of requests in the format of OpenAI's batch API.
+"""``lockstep run-batch``: execute a file of requests in the format of OpenAI's batch API.
 
-Every line of the input is ``{"custom_id", "method", "url", "body"}``; its body is answered by the same functions that
-``lockstep serve`` answers it with. The output has a line for each, in the order of the input, and appears when all are
-done: until then, and if the run fails, there is no such file, or the old one.
+Every line of the input is ``{"custom_id", "method", "url", "body"}``; bodies are validated and executed by the code of
+``lockstep serve``, so the command needs the ``serve`` extra. The output has a line for each request, in input order. It
+replaces a file of that name only once it is complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 
 from launch.cli.args import Parser, Settings, add_engine_flags, add_model, read_settings
+from launch.cli.commands.serve import require
 from launch.cli.output import OutputError
 from launch.progress import Bar, Progress, Throughput
 from runtime.common.errors import InputError, LockstepError, QueueFullError
 
 if TYPE_CHECKING:
-    from runtime.server.serving import Serving
+    from runtime.server.app_state import AppState
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 
 UNFINISHED = ".unfinished"
-"""Added to the output's name if the run ends early."""
+"""Suffix of the output's name if the run ends early."""
+
+LIBRARIES = ("pydantic",)
+"""What validation of bodies needs of the ``serve`` extra."""
 
 NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
 
@@ -41,9 +45,9 @@ def build_parser() -> Parser:
     parser = Parser(
         "lockstep run-batch",
         "MODEL -i FILE -o FILE [flags]",
-        "Carry out a file of requests in the format of OpenAI's batch API: a JSON object a line with custom_id, method "
+        "Execute a file of requests in the format of OpenAI's batch API: a JSON object a line with custom_id, method "
         f"POST, url ({' or '.join(URLS)}) and body. The output has a line for each, in the same order.",
-        "Exit code 1 if a request failed; the output then says which and why, and has the others' answers.",
+        "Exit code 1 if a request failed; its line in the output has the error, the others have their responses.",
     )
     add_model(parser)
     parser.add_argument("-i", "--input-file", metavar="FILE", required=True, help="the requests; '-': standard input")
@@ -52,7 +56,7 @@ def build_parser() -> Parser:
         "--output-file",
         metavar="FILE",
         required=True,
-        help="the answers; appears when complete (early end: FILE.unfinished)",
+        help="the responses; appears when complete (early end: FILE.unfinished)",
     )
     parser.add_argument(
         "--served-model-name", metavar="NAME", nargs="+", default=None,
@@ -63,29 +67,32 @@ def build_parser() -> Parser:
 
 
 def check(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
-    """The arguments in ``argv``, found good without starting anything. Raises :class:`InputError` if they are not."""
+    """Parse and validate the arguments without starting anything. Raises :class:`InputError`."""
     parser = build_parser()
     arguments = parser.parse(argv)
-    return arguments, read_settings(arguments, parser, sampling=False)
+    settings = read_settings(arguments, parser, sampling=False)
+    require("run-batch", LIBRARIES)
+    return arguments, settings
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry the file out; 1 if a request failed. Raises :class:`~runtime.common.errors.LockstepError`."""
+    """Execute the file; 1 if a request failed. Raises :class:`~runtime.common.errors.LockstepError`."""
     arguments, settings = check(argv)
     items = read_items(arguments.input_file)
     with complete_file(arguments.output_file, arguments.input_file) as output:
         from launch.llm import AsyncLLM
-        from runtime.server.serving import ServerOptions, Serving
+        from runtime.server.app_state import AppState
+        from runtime.server.options import ServerOptions
 
         with AsyncLLM(settings.model, **settings.engine) as llm:
             options = ServerOptions(served_model_names=tuple(arguments.served_model_name or (settings.model,)))
-            serving = Serving(llm.engine, llm.tokenizer, llm.config, llm.model_config, options)
+            state = AppState(llm.engine, llm.tokenizer, llm.config, llm.model_config, options)
             try:
                 with Progress().bar("requests", len(items)) as bar:
-                    batch = Batch(serving, _answerers(), items, output, bar)
-                    asyncio.run(batch.carry_out(2 * llm.config.max_num_seqs))
+                    batch = Batch(state, _endpoints(), items, output, bar)
+                    asyncio.run(batch.execute(2 * llm.config.max_num_seqs))
             finally:
-                serving.close()
+                state.close()
     answered = f"{len(items) - batch.failed} of {len(items)} requests answered"
     print(f"lockstep run-batch: {answered}: {arguments.output_file}", file=sys.stderr)
     return 1 if batch.failed else 0
@@ -96,11 +103,11 @@ def run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the input: a request, or why it is none.
+    """One line of the input: a request, or the error of a line that is none.
 
     Attributes:
-        custom_id: what the user calls it; None if the line has no usable one.
-        url, body: as given; unchecked where ``error`` says that the line cannot be carried out.
+        custom_id: the user's id of the request; None if the line has no valid one.
+        url, body: as given; not validated if ``error`` is set.
         error: an error object of OpenAI's batch format, or None.
     """
 
@@ -111,7 +118,7 @@ class Item:
 
 
 def read_items(file: str) -> list[Item]:
-    """The lines of ``file``, blank ones left out. Raises :class:`InputError` if it cannot be read or holds none."""
+    """Read the lines of ``file`` that are not blank. Raises :class:`InputError` if it is unreadable or has none."""
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     except OSError as error:
@@ -156,14 +163,13 @@ def _error(code: str, message: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def complete_file(path: str, other_than: str) -> Generator[TextIO]:
-    """A file to write that takes the place of ``path`` when the block ends well.
+    """Open a temporary file that replaces ``path`` when the block ends without an exception.
 
-    If it does not, what was written is kept beside it under another name (:data:`UNFINISHED`): hours of work may be in
-    it, and every line says which request it answers.
+    After an exception the lines written so far are kept in a file with the suffix :data:`UNFINISHED`.
 
     Raises:
-        InputError: it cannot be written there; nothing was done yet.
-        OutputError: the disk became full.
+        InputError: ``path`` cannot be written; raised before the block is entered.
+        OutputError: the disk is full.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_file():
@@ -194,14 +200,14 @@ def complete_file(path: str, other_than: str) -> Generator[TextIO]:
         partial.unlink(missing_ok=True)
 
 
-# ---- answers
+# ---- execution
 
-Answerer = Callable[..., Awaitable[dict[str, Any]]]
-"""Gives the response to ``(serving, body, request_id=...)``, or raises a LockstepError."""
+Endpoint = Callable[..., Awaitable[dict[str, Any]]]
+"""Computes the response to ``(state, body, request_id=...)``, or raises a LockstepError."""
 
 
 class ErrorReply(Protocol):
-    """What a failed request is told: ``runtime.server.errors.ErrorReply``."""
+    """The response to a failed request: ``runtime.server.errors.ErrorReply``."""
 
     @property
     def status(self) -> int:
@@ -214,32 +220,40 @@ class ErrorReply(Protocol):
         ...
 
 
-def _answerers() -> dict[str, Answerer]:
+def _endpoints() -> dict[str, Endpoint]:
+    """The endpoints of the server, by URL. A body is validated as ``lockstep serve`` does."""
     from runtime.server.chat import create_chat_completion
     from runtime.server.completions import create_completion
+    from runtime.server.schemas import ChatCompletionRequest, CompletionRequest
 
-    return dict(zip(URLS, (create_chat_completion, create_completion), strict=True))
+    async def chat(state: AppState, body: Any, *, request_id: str) -> dict[str, Any]:
+        return await create_chat_completion(state, ChatCompletionRequest.model_validate(body), request_id=request_id)
+
+    async def completion(state: AppState, body: Any, *, request_id: str) -> dict[str, Any]:
+        return await create_completion(state, CompletionRequest.model_validate(body), request_id=request_id)
+
+    return dict(zip(URLS, (chat, completion), strict=True))
 
 
 class Batch:
-    """Requests being carried out, and their answers being written in order.
+    """Executes requests concurrently and writes their responses in input order.
 
     Args:
-        serving: who answers.
-        answerers: by URL.
+        state: the engine and its settings.
+        endpoints: functions that compute responses, by URL.
         items: the requests.
-        output: gets a line for each.
-        bar: moves with each.
+        output: receives a line for each request.
+        bar: advances with each request.
 
     Attributes:
-        failed: how many have no answer but an error.
+        failed: number of requests that ended with an error.
     """
 
     def __init__(
-        self, serving: Serving, answerers: dict[str, Answerer], items: Sequence[Item], output: TextIO, bar: Bar
+        self, state: AppState, endpoints: dict[str, Endpoint], items: Sequence[Item], output: TextIO, bar: Bar
     ) -> None:
         self.failed = 0
-        self._serving, self._answerers, self._items, self._output, self._bar = serving, answerers, items, output, bar
+        self._state, self._endpoints, self._items, self._output, self._bar = state, endpoints, items, output, bar
         self._left = iter(enumerate(items))
         self._lines: dict[int, str] = {}
         self._written = 0
@@ -248,16 +262,16 @@ class Batch:
         self._ended = 0
         self._one_ended = asyncio.Condition()
 
-    async def carry_out(self, at_once: int) -> None:
-        """Answer every request, so many at a time. Raises :class:`LockstepError` if the engine fails."""
-        workers = [asyncio.create_task(self._work()) for _ in range(min(at_once, len(self._items)))]
+    async def execute(self, concurrency: int) -> None:
+        """Execute every request. Raises :class:`LockstepError` if the engine fails."""
+        workers = [asyncio.create_task(self._work()) for _ in range(min(concurrency, len(self._items)))]
         try:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            # After an early end: answers that waited for one before them.
+            # After an early end: responses that waited for an earlier request.
             self._output.writelines(line + "\n" for _, line in sorted(self._lines.items()))
 
     async def _work(self) -> None:
@@ -275,7 +289,7 @@ class Batch:
             self._bar.advance(text=self._throughput.add(usage.get("completion_tokens", 0)))
 
     async def _respond(self, item: Item) -> dict[str, Any]:
-        """The response to one request, errors included."""
+        """Execute one request; an error becomes its response."""
         from runtime.server.errors import error_reply
 
         request_id = uuid.uuid4().hex
@@ -283,11 +297,11 @@ class Batch:
             ended = self._ended
             self._trying += 1
             try:
-                body = await self._answerers[item.url](self._serving, item.body, request_id=request_id)
+                body = await self._endpoints[item.url](self._state, item.body, request_id=request_id)
                 status = 200
             except LockstepError as error:
-                if self._serving.engine.failure is not None:
-                    raise self._serving.engine.failure from None
+                if self._state.engine.failure is not None:
+                    raise self._state.engine.failure from None
                 if isinstance(error, QueueFullError) and self._trying > 1:
                     status, body = 429, {}
                 else:
@@ -300,11 +314,11 @@ class Batch:
                     self._ended += 1
                     self._one_ended.notify_all()
                     return {"status_code": status, "request_id": request_id, "body": body}
-                # The queue is as full as we made it. The last of us that tries never waits, so somebody always ends.
+                # This batch has filled the queue. The last task that tries does not wait, so one request always ends.
                 await self._one_ended.wait_for(lambda ended=ended: self._ended > ended)
 
     def _write(self, index: int, line: str) -> None:
-        """Write the line once every one before it is written."""
+        """Write a line, and those after it that are ready, once every earlier line is written."""
         self._lines[index] = line
         while self._written in self._lines:
             self._output.write(self._lines.pop(self._written) + "\n")

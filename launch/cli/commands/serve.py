@@ -1,7 +1,7 @@
-"""``lockstep serve``: a model behind an OpenAI-compatible HTTP server, from the bound port to the exit code.
+"""``lockstep serve``: an OpenAI-compatible HTTP server for one model.
 
-The port is taken before anything else starts, so that a port in use is known at once. What requests mean is
-``runtime/server``'s; the engine comes from ``launch/llm.py``.
+The port is bound before anything else starts, so that a port in use is reported at once. Requests are handled in
+``runtime/server``; the engine comes from ``launch/llm.py``.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING
 from launch.cli.args import Parser, Settings, add_engine_flags, add_model, read_settings, whole_number
 from launch.environment import API_KEY_VARIABLE, read_environment
 from runtime.common.errors import ConfigError, InputError
-from runtime.server.serving import ServerOptions
+from runtime.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from launch.llm import AsyncLLM
 
 DEFAULTS = ServerOptions()
-LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
+LIBRARIES = ("fastapi", "pydantic", "uvicorn", "prometheus_client")
 
 
 def build_parser() -> Parser:
@@ -37,7 +37,7 @@ def build_parser() -> Parser:
         "lockstep serve",
         "MODEL [--host ADDRESS] [--port N] [--api-key KEY] [flags]",
         "Serve MODEL over HTTP with OpenAI's API. Says on stderr when it is ready, and where.",
-        "SIGTERM or Ctrl-C: no new requests, those under way finish; the second one stops at once.",
+        "SIGTERM or Ctrl-C: no new requests, those in flight finish; the second one stops at once.",
     )
     add_model(parser)
     server = parser.add_argument_group("server")
@@ -49,7 +49,7 @@ def build_parser() -> Parser:
         "--api-key",
         metavar="KEY",
         help=f"what clients have to send as `Authorization: Bearer KEY`; default: {API_KEY_VARIABLE}, which does not "
-        "show in the process list; none: everybody may",
+        "show in the process list; without one, no key is required",
     )
     server.add_argument(
         "--served-model-name", metavar="NAME", nargs="+", help="what requests may call the model; default: MODEL"
@@ -73,7 +73,7 @@ def build_parser() -> Parser:
 
 
 def check(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
-    """The arguments in ``argv``, found good without starting anything. Raises :class:`InputError` if they are not."""
+    """Parse and validate the arguments without starting anything. Raises :class:`InputError`."""
     parser = build_parser()
     arguments = parser.parse(argv)
     settings = read_settings(arguments, parser, sampling=False)
@@ -84,17 +84,22 @@ def check(argv: Sequence[str]) -> tuple[argparse.Namespace, Settings]:
     if not 1024 <= arguments.max_body_bytes <= 2**30:
         parser.error(f"--max-body-bytes is {arguments.max_body_bytes}; allowed: 1024 to {2**30}")
     _api_key(arguments)
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serving needs {', '.join(missing)}; install with: pip install 'lockstep[serve]'")
+    require("serving", LIBRARIES)
     return arguments, settings
 
 
+def require(what: str, libraries: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` if libraries of the ``serve`` extra are missing."""
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{what} needs {', '.join(missing)}; install with: pip install 'lockstep[serve]'")
+
+
 def run(argv: Sequence[str]) -> int:
-    """Serve until a signal; 0 after a drain, 128 + N if that was cut short.
+    """Serve until a signal; 0 after a drain, 128 + N if a second signal N ended it.
 
     Raises:
-        LockstepError: nothing could be started, or the engine has failed.
+        LockstepError: the server could not start, or its engine failed.
     """
     arguments, settings = check(argv)
     api_key = _api_key(arguments)
@@ -110,8 +115,8 @@ def run(argv: Sequence[str]) -> int:
         with AsyncLLM(settings.model, **settings.engine) as llm:
             if api_key is None and not _is_loopback(listener):
                 print(
-                    f"lockstep serve: everybody who can reach {arguments.host} may use this server; --api-key "
-                    f"or {API_KEY_VARIABLE} would keep others out",
+                    f"lockstep serve: every client that can reach {arguments.host} may use this server; require a key "
+                    f"with --api-key or {API_KEY_VARIABLE}",
                     file=sys.stderr,
                 )
             return asyncio.run(_serve(llm, options, listener))
@@ -124,17 +129,17 @@ async def _serve(llm: AsyncLLM, options: ServerOptions, listener: socket.socket)
     app = create_app(llm.engine, llm.tokenizer, llm.config, llm.model_config, options)
     server = ServerRun(app, listener, max_files=_raise_file_limit())
     with server.handle_signals():
-        failure = await server.run(lambda: _say_ready(listener, options))
+        failure = await server.run(lambda: _print_ready(listener, options))
     if failure is not None:
         raise failure
     return 128 + server.signals[1] if len(server.signals) > 1 else 0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; it does not listen yet, so clients are refused until the server is ready.
+    """Bind a socket to the address. It does not listen yet, so clients are refused until the server is ready.
 
     Raises:
-        InputError: the address is no address of this host, or the port is taken; its owner is named if it is known.
+        InputError: the host does not have the address, or the port is taken; the message names its owner if known.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -143,8 +148,8 @@ def bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # With the flag, connections of a server that has just ended are no obstacle. Without it from then on, another
-        # server that starts at the same time cannot bind the port, too.
+        # The flag permits binding while connections of an ended server are in TIME_WAIT. It is cleared after the bind,
+        # so that another server that starts at the same time cannot bind the port too.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -161,7 +166,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _owner(port: int) -> str:
-    """Who listens on a port, as far as we may know."""
+    """The process that listens on a port, as far as this process may see it."""
     import psutil
 
     try:
@@ -175,7 +180,7 @@ def _owner(port: int) -> str:
 
 
 def _api_key(arguments: argparse.Namespace) -> str | None:
-    """The key from the flag or the environment. Raises :class:`InputError` if no client could send it."""
+    """The key of the flag or the environment. Raises :class:`InputError` for a key that no header can hold."""
     key = arguments.api_key if arguments.api_key is not None else read_environment().api_key
     if key is None:
         return None
@@ -191,16 +196,16 @@ def _is_loopback(listener: socket.socket) -> bool:
 
 
 def _raise_file_limit() -> int:
-    """Let this process open as many files as it may, since a connection is one; gives how many those are."""
+    """Raise the limit of open files, of which each connection takes one, as far as allowed; returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 65536
-    with contextlib.suppress(OSError, ValueError):  # Then the soft limit, which is asked for again, has to do.
+    with contextlib.suppress(OSError, ValueError):  # The soft limit stays, and is returned.
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def _say_ready(listener: socket.socket, options: ServerOptions) -> None:
-    """The line that says where, and a command that tries it."""
+def _print_ready(listener: socket.socket, options: ServerOptions) -> None:
+    """Print the server's URL and a command that sends a request to it."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

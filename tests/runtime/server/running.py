@@ -21,8 +21,9 @@ from runtime.common.protocol import StepResult
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
 from runtime.server.app import create_app
+from runtime.server.app_state import AppState
 from runtime.server.lifecycle import ServerRun
-from runtime.server.serving import ServerOptions, Serving
+from runtime.server.options import ServerOptions
 from runtime.text.chat_template import ChatTemplate
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.engine.fake_executor import FakeExecutor
@@ -95,7 +96,7 @@ class Running:
 
     executor: HeldExecutor
     engine: Engine
-    serving: Serving
+    state: AppState
     port: int
     run: ServerRun
     loop: asyncio.AbstractEventLoop
@@ -187,15 +188,15 @@ def running(
     async def serve() -> None:
         app = create_app(driver, tokenizer, config, MODEL, options)
         run = ServerRun(app, listener)
-        made.extend((app.state.serving, run, asyncio.get_running_loop()))
+        made.extend((app.state.lockstep, run, asyncio.get_running_loop()))
         results.append(await run.run(ready.set))
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
         assert ready.wait(PATIENCE)
-        serving, run, loop = made
-        yield Running(executor, engine, serving, port, run, loop, results)
+        state, run, loop = made
+        yield Running(executor, engine, state, port, run, loop, results)
     finally:
         executor.going.set()
         if thread.is_alive():

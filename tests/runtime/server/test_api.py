@@ -12,8 +12,9 @@ import openai
 import pytest
 
 from runtime.common.sampling_params import SamplingParams, StructuredOutputs
+from runtime.server.app_state import AppState
 from runtime.server.chat import create_chat_completion, stream_chat_completion
-from runtime.server.serving import Serving
+from runtime.server.schemas import ChatCompletionRequest
 from tests.runtime.engine.fake_executor import expected_output
 from tests.runtime.server.running import EOS, VOCAB, Running, gather_events, read_until, running
 
@@ -42,7 +43,7 @@ def sampling(server: Running) -> SamplingParams:
 
 
 def decoded(server: Running, prompt: str, params: SamplingParams, count: int) -> str:
-    return server.serving.tokenizer.decode(expected_output(list(prompt.encode()), params, VOCAB - 1, count))
+    return server.state.tokenizer.decode(expected_output(list(prompt.encode()), params, VOCAB - 1, count))
 
 
 # ---- completions
@@ -303,15 +304,13 @@ def test_without_http(server: Running) -> None:
     """As the batch-file runner uses it: in another event loop, without an application."""
 
     async def both() -> tuple[dict[str, Any], bytes]:
-        serving = Serving(
-            server.serving.engine, server.serving.tokenizer, server.serving.config, server.serving.model_config
-        )
-        body = {"messages": [{"role": "user", "content": "x"}], "seed": 4, "max_tokens": 9}
+        state = AppState(server.state.engine, server.state.tokenizer, server.state.config, server.state.model_config)
+        body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], seed=4, max_tokens=9)
         try:
-            whole = await create_chat_completion(serving, dict(body), request_id="r")
-            return whole, await gather_events(stream_chat_completion(serving, dict(body), request_id="s"))
+            whole = await create_chat_completion(state, body, request_id="r")
+            return whole, await gather_events(stream_chat_completion(state, body, request_id="s"))
         finally:
-            serving.close()
+            state.close()
 
     whole, events = asyncio.run(both())
     assert whole["id"] == "chatcmpl-r"
@@ -321,7 +320,7 @@ def test_without_http(server: Running) -> None:
 
 
 def test_names_it_is_served_under() -> None:
-    from runtime.server.serving import ServerOptions
+    from runtime.server.options import ServerOptions
 
     with running(options=ServerOptions(served_model_names=("first", "second"))) as named:
         assert [card["id"] for card in named.get("/v1/models").json["data"]] == ["first", "second"]

@@ -14,12 +14,12 @@ import openai
 import pytest
 
 from runtime.common.errors import RankDiedError
-from runtime.server.serving import ServerOptions
+from runtime.server.options import ServerOptions
 from tests.runtime.server.running import PATIENCE, Running, read_until, running, wait_until
 
 
 def counter(server: Running, name: str) -> Any:
-    return getattr(server.serving.engine.snapshot(), name)
+    return getattr(server.state.engine.snapshot(), name)
 
 
 # ---- clients
@@ -37,7 +37,7 @@ def test_a_client_that_goes_away_frees_its_blocks_within_a_second(
         wait_until(lambda: counter(server, "generated_tokens") >= 2)
         assert counter(server, "kv_usage") > 0
         client.close()
-        wait_until(lambda: server.serving.traffic.num_active == 0, 1.0)
+        wait_until(lambda: server.state.in_flight.num_active == 0, 1.0)
         permits.release(3)  # The steps under way have to come back.
         wait_until(lambda: counter(server, "kv_usage") == 0, 1.0)
         assert counter(server, "finished")["abort"] == 2
@@ -54,8 +54,8 @@ def test_a_client_may_go_before_its_turn_and_before_its_body() -> None:
         second.close()
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-            wait_until(lambda: server.serving.traffic.num_active == 2)
-        wait_until(lambda: server.serving.traffic.num_active == 1)
+            wait_until(lambda: server.state.in_flight.num_active == 2)
+        wait_until(lambda: server.state.in_flight.num_active == 1)
         server.executor.going.set()
         with first:
             read_until(first, b"[DONE]")
@@ -114,7 +114,7 @@ def test_a_drain_refuses_new_requests_and_finishes_the_others() -> None:
         permits = server.executor.permits = threading.Semaphore(0)
         streams = [server.open_stream(max_tokens=20) for _ in range(4)]
         whole = [threads.submit(server.complete, max_tokens=20) for _ in range(4)]
-        wait_until(lambda: server.serving.engine.num_unfinished == 8)
+        wait_until(lambda: server.state.engine.num_unfinished == 8)
         server.call(server.run.on_signal, signal.SIGTERM)
         refused = server.complete()
         assert refused.status == 503 and int(refused.headers["retry-after"]) >= 1
@@ -139,7 +139,7 @@ def test_what_does_not_end_in_time_is_told_so() -> None:
         stream = server.open_stream(max_tokens=300)
         silent = server.open_stream(max_tokens=300)
         whole = threads.submit(server.complete, max_tokens=300)
-        wait_until(lambda: server.serving.engine.num_unfinished == 3)
+        wait_until(lambda: server.state.engine.num_unfinished == 3)
         permits.release(4)
         read_until(stream, b'"text"')
         server.call(server.run.on_signal, signal.SIGTERM)
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_is_told_to_everybody_and_ends_the_server() -> None
         permits = server.executor.permits = threading.Semaphore(0)
         stream = server.open_stream(max_tokens=300)
         whole = threads.submit(server.complete, max_tokens=300)
-        wait_until(lambda: server.serving.engine.num_unfinished == 2)
+        wait_until(lambda: server.state.engine.num_unfinished == 2)
         permits.release(4)
         read_until(stream, b'"text"')
         failure = server.executor.failure = RankDiedError(rank=1, returncode=-9)

@@ -70,8 +70,8 @@ def test_gauges_while_requests_run_and_wait() -> None:
     with running(max_num_seqs=1) as server:
         permits = server.executor.permits = threading.Semaphore(0)
         streams = [server.open_stream(max_tokens=4) for _ in range(3)]
-        wait_until(lambda: server.serving.engine.snapshot().num_running == 1)
-        wait_until(lambda: server.serving.engine.snapshot().num_waiting == 2)
+        wait_until(lambda: server.state.engine.snapshot().num_running == 1)
+        wait_until(lambda: server.state.engine.snapshot().num_waiting == 2)
         found = scrape(server)
         assert found["num_requests_running",] == 1 and found["num_requests_waiting",] == 2
         assert 0 < found["kv_cache_usage_perc",] < 1

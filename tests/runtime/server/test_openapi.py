@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from runtime.common.sampling_params import SamplingParams
 from tests.runtime.server.running import Running, running
 
 EXAMPLES = {"/v1/completions": 30, "/v1/chat/completions": 30, "/tokenize": 10, "/detokenize": 10}
@@ -53,7 +55,21 @@ def test_what_takes_no_body(schema: Any, path: str) -> None:
 
 
 def test_everything_is_published(server: Running) -> None:
-    paths = server.get("/openapi.json").json["paths"]
+    published = server.get("/openapi.json").json
+    paths = published["paths"]
     assert {*EXAMPLES, "/v1/models", "/health", "/ping", "/metrics", "/version"} <= set(paths)
     body = paths["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert "prompt" in body["properties"] and body["additionalProperties"] is False
+    assert body == {"$ref": "#/components/schemas/CompletionRequest"}
+    model = published["components"]["schemas"]["CompletionRequest"]
+    assert "prompt" in model["properties"] and model["additionalProperties"] is False
+    assert all("422" not in operation["responses"] for path in paths.values() for operation in path.values())
+
+
+def test_bounds_of_sampling_parameters_are_those_of_sampling_params(server: Running) -> None:
+    model = server.get("/openapi.json").json["components"]["schemas"]["ChatCompletionRequest"]
+    names = {each.name: each.metadata.get("bounds") for each in dataclasses.fields(SamplingParams)}
+    bounds = {name: found for name, found in names.items() if found and name not in ("logprobs", "top_k")}
+    assert len(bounds) > 8
+    for name, expected in bounds.items():
+        number = model["properties"][name]["anyOf"][0]
+        assert (number["minimum"], number["maximum"]) == tuple(map(float, expected)), name

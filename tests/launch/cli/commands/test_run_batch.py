@@ -250,8 +250,8 @@ def test_ctrl_c_leaves_no_output(llm: type[FakeAsyncLLM], batch: Batch, monkeypa
         signal.raise_signal(signal.SIGINT)
         return {}
 
-    answerers = run_batch._answerers() | {"/v1/chat/completions": interrupt}
-    monkeypatch.setattr(run_batch, "_answerers", lambda: answerers)
+    endpoints = run_batch._endpoints() | {"/v1/chat/completions": interrupt}
+    monkeypatch.setattr(run_batch, "_endpoints", lambda: endpoints)
     code, lines, err = batch(completion("a", max_tokens=150), chat("b"))
     assert (code, lines) == (130, [])
     assert "lockstep run-batch: interrupted" in err

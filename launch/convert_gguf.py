@@ -1,7 +1,7 @@
-"""Turn a GGUF file into a Hugging Face checkpoint folder; run as a program, in a process of its own.
+"""GGUF to Hugging Face checkpoint conversion, run as a program in a subprocess.
 
 ``python -P convert_gguf.py FILE.gguf FOLDER`` writes bf16 safetensors, the configs, the tokenizer and its chat
-template. This is the only file that needs transformers, and it imports torch: ``demo_model.py`` starts it so that the
+template. Only this module needs transformers; it also imports torch. ``demo_model.py`` runs it in a subprocess, so the
 driver imports neither.
 """
 
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the checkpoint of ``gguf`` into ``folder``, every quantized weight expanded to bf16.
+    """Write the checkpoint of ``gguf`` into ``folder``, with every quantized weight dequantized to bf16.
 
     Raises:
         OSError, ValueError: transformers cannot read the file or write the folder.
@@ -31,23 +31,23 @@ def convert(gguf: Path, folder: Path) -> None:
         dtype=torch.bfloat16,
         quantization_config=GgufConfig(dequantize=True),
     )
-    # The weights are plain bf16 now; left in, this would tell readers to look for quantized ones.
+    # The weights are plain bf16 now; the key would declare them quantized.
     if hasattr(model.config, "quantization_config"):
         delattr(model.config, "quantization_config")
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in folder.iterdir():
-        file.chmod(0o644)  # safetensors come out readable by their owner only
+        file.chmod(0o644)  # save_pretrained makes safetensors files mode 0600.
 
 
 def die_with_parent() -> None:
-    """End this process when the one that started it dies: nobody would use what it goes on to write."""
+    """Let the kernel kill this process when its parent dies."""
     parent = os.getppid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call above
-        sys.exit("the process that wanted this conversion is gone")
+    if os.getppid() != parent:  # The parent died before prctl.
+        sys.exit("the parent process is gone")
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ class _Model:
         self._supervisor = Supervisor(launcher, self.config, self.model_config, _StageLines(self._progress))
         self._closed = False
         # A forgotten close() still ends the group: when the object is collected, or at the latest at exit.
-        self._belongings = _Belongings(self._supervisor, self.tokenizer)
-        self._finalizer = weakref.finalize(self, self._belongings.close)
+        self._resources = _Resources(self._supervisor, self.tokenizer)
+        self._finalizer = weakref.finalize(self, self._resources.close)
         atexit.register(self._finalizer)
         self.startup: StartupReport = self._supervisor.start()
 
@@ -101,7 +101,7 @@ class _Model:
         self.close()
 
 
-class _Belongings:
+class _Resources:
     """What has to be closed at the end. It knows nothing of the LLM, which could never be collected otherwise."""
 
     def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer) -> None:
@@ -251,7 +251,7 @@ class AsyncLLM(_Model):
     def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
         super().__init__(model, progress=progress, **settings)
         self.engine = AsyncEngine(self._make_engine(), max_queued_requests=self.config.max_queued_requests)
-        self._belongings.async_engine = self.engine
+        self._resources.async_engine = self.engine
         self.engine.start()
 
     async def generate(

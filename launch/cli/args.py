@@ -61,10 +61,10 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected argument {unknown[0]!r}; quote a text of several words"
         name = flag.split("=")[0]
         flags = [option for action in self._actions for option in action.option_strings]
-        return f"unknown flag {name}{nearest(name, flags)}"
+        return f"unknown flag {name}{suggest(name, flags)}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """``"; did you mean X?"`` for the known name most like ``name``, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""
@@ -267,7 +267,7 @@ def _choice(allowed: tuple[str, ...]) -> Callable[[str], str]:
         for choice in allowed:
             if choice.casefold() == text.casefold():
                 return choice
-        hint = nearest(text, allowed)
+        hint = suggest(text, allowed)
         raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(allowed)}{hint}")
 
     return parse
@@ -307,7 +307,7 @@ def _read_file(path: Path, sampling: bool) -> dict[str, Any]:
     known = _names(sampling)
     for key in content:
         if key not in known:
-            raise ConfigError(f"--config {path}: unknown key {key!r}{nearest(str(key), known)}")
+            raise ConfigError(f"--config {path}: unknown key {key!r}{suggest(str(key), known)}")
     try:
         checked: dict[str, Any] = {}
         for cls in (SamplingParams, EngineConfig) if sampling else (EngineConfig,):

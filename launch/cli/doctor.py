@@ -1,8 +1,8 @@
-"""What ``lockstep doctor`` looks at: versions, devices, memory, compilers, Ray, caches, leftovers.
+"""The checks of ``lockstep doctor``: versions, devices, memory, compilers, Ray, caches, stale shared memory.
 
-Each look gives findings: ok, warn (works, but something is slower or missing) or problem (Lockstep will not run), the
-last two with what to do. Looking starts nothing and changes nothing, but that shared memory of dead runs is removed,
-as every start of a group does. Printing is ``launch/cli/commands/doctor.py``'s.
+Each check yields findings: ok, warn (works, but slower or with a feature missing) or problem (Lockstep does not run);
+the last two carry advice. Checks start no process group and change nothing, except that stale shared memory of dead
+runs is removed, as at every start of a group. ``launch/cli/commands/doctor.py`` prints the findings.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
+        name: what was checked.
         status: :data:`OK`, :data:`WARN` or :data:`PROBLEM`.
         detail: what was found.
-        advice: what to do about it; empty if nothing needs doing.
+        advice: what to do about it; empty for :data:`OK`.
     """
 
     name: str
@@ -56,27 +56,27 @@ class Finding:
     advice: str = ""
 
 
-def examine() -> list[Finding]:
-    """Look at everything. A look that fails is itself a problem found, never an exception."""
+def run_checks() -> list[Finding]:
+    """Run every check and return the findings; an invalid environment is a finding too."""
     try:
         environment = read_environment()
     except ConfigError as error:
-        return [Finding("environment", PROBLEM, str(error), "mend the variable and look again")]
-    looks: list[Callable[[], Iterator[Finding]]] = [
-        look_at_versions,
-        look_at_device,
-        look_at_memory,
-        look_at_shared_memory,
-        look_at_compilers,
-        lambda: look_at_ray(environment),
-        lambda: look_at_cache(environment),
-        lambda: look_at_demo_model(environment),
+        return [Finding("environment", PROBLEM, str(error), "fix the variable and run lockstep doctor again")]
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        check_versions,
+        check_device,
+        check_memory,
+        check_shared_memory,
+        check_compilers,
+        lambda: check_ray(environment),
+        lambda: check_cache(environment),
+        lambda: check_demo_model(environment),
     ]
-    return [finding for look in looks for finding in look()]
+    return [finding for check in checks for finding in check()]
 
 
-def look_at_versions() -> Iterator[Finding]:
-    """Python, ourselves, torch and what else the core needs."""
+def check_versions() -> Iterator[Finding]:
+    """Versions of Python, Lockstep, torch and the other required libraries."""
     python = platform.python_version()
     if sys.version_info < MIN_PYTHON:
         yield Finding("python", PROBLEM, python, f"use Python {_dotted(MIN_PYTHON)} or later")
@@ -99,8 +99,8 @@ def _torch_version(version: str | None) -> Finding:
     return Finding("torch", OK, version)
 
 
-def look_at_device() -> Iterator[Finding]:
-    """Which device ``--device auto`` takes, and what the CPU can do."""
+def check_device() -> Iterator[Finding]:
+    """The device that ``--device auto`` selects, and the CPU's capabilities."""
     if importlib.util.find_spec("torch") is None:
         return
     import torch
@@ -118,18 +118,18 @@ def look_at_device() -> Iterator[Finding]:
     yield Finding("cpu", OK, f"{cores} cores, {capability}, {torch.get_num_threads()} threads by default")
 
 
-def look_at_memory() -> Iterator[Finding]:
-    """Free main memory: on CPU it holds every rank's weights and KV cache."""
+def check_memory() -> Iterator[Finding]:
+    """Free main memory, which holds every CPU rank's weights and KV cache."""
     memory = psutil.virtual_memory()
     detail = f"{_size(memory.available)} free of {_size(memory.total)}"
     if memory.available < MIN_MEMORY_BYTES:
-        yield Finding("memory", WARN, detail, "end something, or ask for less with --max-model-len, --max-num-seqs")
+        yield Finding("memory", WARN, detail, "free memory, or lower --max-model-len or --max-num-seqs")
     else:
         yield Finding("memory", OK, detail)
 
 
-def look_at_shared_memory() -> Iterator[Finding]:
-    """/dev/shm, over which the ranks of one host add up, and what dead runs have left there."""
+def check_shared_memory() -> Iterator[Finding]:
+    """/dev/shm, which the shared-memory all-reduce of one host uses, and stale segments of dead runs."""
     if not _SHM.is_dir():
         advice = "mount a tmpfs there; until then --collectives gloo works, slower"
         yield Finding("/dev/shm", WARN, "not there", advice)
@@ -151,8 +151,8 @@ def look_at_shared_memory() -> Iterator[Finding]:
         yield Finding("leftovers", OK, "no shared memory of dead runs")
 
 
-def look_at_compilers() -> Iterator[Finding]:
-    """A C compiler for our own kernels; a C++ one and Python's headers for torch.compile."""
+def check_compilers() -> Iterator[Finding]:
+    """A C compiler for Lockstep's kernels; a C++ compiler and Python's headers for torch.compile."""
     from parallel.toolchain import find_compiler
 
     if (c_compiler := find_compiler()) is None:
@@ -172,8 +172,8 @@ def look_at_compilers() -> Iterator[Finding]:
         yield Finding("torch.compile", OK, "C++ compiler and Python headers are there")
 
 
-def look_at_ray(environment: Environment) -> Iterator[Finding]:
-    """Whether Ray can be imported and whether a cluster runs on this host."""
+def check_ray(environment: Environment) -> Iterator[Finding]:
+    """Ray's version and the cluster that a run would use."""
     version = _version("ray")
     if version is None:
         advice = "pip install 'lockstep[ray]'; without it use --distributed-executor-backend local for several ranks"
@@ -189,15 +189,15 @@ def look_at_ray(environment: Environment) -> Iterator[Finding]:
     yield Finding("ray", OK, f"{version}; {where}")
 
 
-def look_at_cache(environment: Environment) -> Iterator[Finding]:
-    """The folder for models and compiled code."""
+def check_cache(environment: Environment) -> Iterator[Finding]:
+    """The cache folder for models and compiled code: writable, and with free space."""
     folder = environment.cache_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     used = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir()) if folder.is_dir() else 0
     detail = f"{folder}: {_size(used)} used, {_size(free)} free on its disk"
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        advice = "allow writing, or set LOCKSTEP_CACHE_DIR; until then every start compiles anew"
+        advice = "allow writing, or set LOCKSTEP_CACHE_DIR; until then every start compiles from scratch"
         yield Finding("cache", WARN, f"{folder} cannot be written", advice)
     elif free < MIN_CACHE_BYTES:
         yield Finding("cache", WARN, detail, "free some disk space, or set LOCKSTEP_CACHE_DIR to another disk")
@@ -205,8 +205,8 @@ def look_at_cache(environment: Environment) -> Iterator[Finding]:
         yield Finding("cache", OK, detail)
 
 
-def look_at_demo_model(environment: Environment) -> Iterator[Finding]:
-    """Whether the model called ``demo`` is there, or could be made."""
+def check_demo_model(environment: Environment) -> Iterator[Finding]:
+    """The ``demo`` model: in the cache, or the libraries that its conversion needs."""
     folder = demo_model_folder(environment.cache_dir)
     if folder.is_dir():
         yield Finding("demo model", OK, str(folder))

@@ -1,7 +1,7 @@
-"""The ``lockstep`` command: finds the command's module, runs it, and turns errors into exit codes.
+"""The ``lockstep`` command line: imports the command's module, runs it, and maps errors to exit codes.
 
-0 done, 2 wrong usage or input (one line on stderr), a failed rank's own code, 128 + N for signal N, 1 anything else.
-Commands are imported only when they are asked for, so ``--help`` answers at once.
+Exit codes: 0 success, 2 wrong usage or input (one line on stderr), a failed rank's own code, 128 + N for signal N,
+1 anything else. A command's module is imported only when the command runs, so ``--help`` stays fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
 
-from launch.cli.args import UsageError, nearest
+from launch.cli.args import UsageError, suggest
 from launch.cli.output import OutputClosed, write_line
 from launch.standard_error import protect_stderr
 from runtime.common.errors import InputError, LockstepError
@@ -36,32 +36,32 @@ class _Command:
 
 COMMANDS = {
     "generate": _Command("launch.cli.commands.generate", "continue prompts, or answer them as a chat"),
-    "chat": _Command("launch.cli.commands.chat", "talk with a model in the terminal"),
-    "serve": _Command("launch.cli.commands.serve", "answer HTTP requests with OpenAI's API"),
-    "run-batch": _Command("launch.cli.commands.run_batch", "carry out a file of OpenAI requests"),
+    "chat": _Command("launch.cli.commands.chat", "chat with a model in the terminal"),
+    "serve": _Command("launch.cli.commands.serve", "serve OpenAI's HTTP API"),
+    "run-batch": _Command("launch.cli.commands.run_batch", "run a file of OpenAI requests"),
     "bench": _Command("launch.cli.commands.bench", "measure: latency, throughput, serve, startup, collectives, ops"),
     "launch": _Command("launch.cli.commands.launch", "run a command under torchrun, on one node or several"),
-    "doctor": _Command("launch.cli.commands.doctor", "look for what is wrong with this machine"),
+    "doctor": _Command("launch.cli.commands.doctor", "check this machine and say what to fix"),
 }
 
 _SIGPIPE_EXIT = 128 + signal.SIGPIPE
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived: unwinds like Ctrl-C does, so that everything started is ended."""
+    """SIGTERM arrived. Unwinds the stack as KeyboardInterrupt does, so that context managers close what was started."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and give its exit code. Errors that are not ours propagate with their traceback."""
+    """Run one command and return its exit code. Exceptions outside the LockstepError tree propagate."""
     protect_stderr()
-    words = list(sys.argv[1:] if argv is None else argv)
-    name = f"lockstep {words[0]}" if words and words[0] in COMMANDS else "lockstep"
+    args = list(sys.argv[1:] if argv is None else argv)
+    name = f"lockstep {args[0]}" if args and args[0] in COMMANDS else "lockstep"
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a generation
+        sys.stdout.reconfigure(errors="backslashreplace")  # A terminal without UTF-8 must not fail the command.
     try:
         with _sigterm_raises():
-            return run_command(words)
-    except SystemExit as done:  # argparse has printed the help
+            return run_command(args)
+    except SystemExit as done:  # argparse printed the help
         return int(done.code or 0)
     except OutputClosed:
         return _SIGPIPE_EXIT
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str]) -> int:
-    """Run the command in ``argv``. 1 if only part of it succeeded. Raises LockstepError."""
+    """Run the command in ``argv`` and return its exit code: 1 if only part of it succeeded. Raises LockstepError."""
     if not argv:
         raise UsageError(f"a command is missing: one of {', '.join(COMMANDS)} (see lockstep --help)")
     first, rest = argv[0], argv[1:]
@@ -91,7 +91,7 @@ def run_command(argv: Sequence[str]) -> int:
         write_line(f"lockstep {importlib.metadata.version('lockstep')}")
         return 0
     if first not in COMMANDS:
-        raise UsageError(f"unknown command {first!r}; there are {', '.join(COMMANDS)}{nearest(first, COMMANDS)}")
+        raise UsageError(f"unknown command {first!r}; there are {', '.join(COMMANDS)}{suggest(first, COMMANDS)}")
     return COMMANDS[first].run()(rest)
 
 
@@ -101,14 +101,14 @@ def _help() -> str:
         "usage: lockstep COMMAND ...\n\n"
         "Run one decoder language model over several tensor-parallel ranks.\n\n"
         f"commands:\n{commands}\n\n"
-        "lockstep COMMAND --help tells more; lockstep --version tells which one this is.\n"
+        "lockstep COMMAND --help lists its flags; lockstep --version prints the version.\n"
         'Try: lockstep generate demo --chat --prompt "What is the capital of France?"'
     )
 
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Generator[None]:
-    """The first SIGTERM raises :class:`Terminated` in the main thread; a second one ends the process at once."""
+    """Raise :class:`Terminated` in the main thread on the first SIGTERM; the second one ends the process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,7 +125,7 @@ def _sigterm_raises() -> Generator[None]:
 
 
 def _say(text: str) -> None:
-    """A last word on stderr."""
+    """Print one line to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 

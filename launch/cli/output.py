@@ -1,6 +1,6 @@
-"""Results on stdout, a line at a time, and what to do when nobody reads them any more or there is no room.
+"""Results on stdout, flushed line by line, and the errors of a closed pipe or a full disk.
 
-Results that cannot be written are an error. A log line that cannot be written is none: see
+Results that cannot be written are an error; log lines that cannot be written are dropped and counted by
 ``launch/standard_error.py``.
 """
 
@@ -15,33 +15,33 @@ from runtime.common.errors import LockstepError
 
 
 class OutputClosed(Exception):
-    """The reader of our stdout went away (``lockstep ... | head``): no error, there is just nothing left to do."""
+    """The reader closed stdout (``lockstep ... | head``); the command stops without an error message."""
 
 
 class OutputError(LockstepError):
-    """Results cannot be written."""
+    """Results cannot be written to stdout or to a file."""
 
     def __init__(self, where: str, error: OSError) -> None:
         super().__init__(f"the results cannot be written to {where}: {error.strerror or error}; make room there")
 
 
 def write_line(text: str) -> None:
-    """Write one line to stdout at once. Raises like :func:`write_text`."""
+    """Write one line to stdout and flush. Raises like :func:`write_text`."""
     write_text(text + "\n")
 
 
 def write_text(text: str) -> None:
-    """Write a piece of text to stdout at once, as it is.
+    """Write ``text`` to stdout and flush.
 
     Raises:
-        OutputClosed: its reader is gone.
-        OutputError: e.g. the disk that it is redirected to is full.
+        OutputClosed: the reader closed the pipe.
+        OutputError: the write failed, for example on a full disk.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes stdout once more when it ends, and would complain: give it somewhere to flush to.
+        # The interpreter flushes stdout again at exit and would report the error: point it at /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise OutputClosed if isinstance(error, BrokenPipeError) else OutputError("stdout", error) from None
 

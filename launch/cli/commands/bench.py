@@ -14,8 +14,8 @@ from launch.cli.args import (
     UsageError,
     add_engine_flags,
     add_model,
-    nearest,
     read_settings,
+    suggest,
     whole_numbers,
 )
 from launch.cli.output import write_json, write_line
@@ -66,7 +66,7 @@ def check(argv: Sequence[str]) -> tuple[Run, bool]:
     if not argv:
         raise UsageError(f"what to measure is missing: one of {', '.join(_BENCHES)} (see lockstep bench --help)")
     if argv[0] not in _BENCHES:
-        raise UsageError(f"no bench {argv[0]!r}; there are {', '.join(_BENCHES)}{nearest(argv[0], _BENCHES)}")
+        raise UsageError(f"no bench {argv[0]!r}; there are {', '.join(_BENCHES)}{suggest(argv[0], _BENCHES)}")
     return _BENCHES[argv[0]](argv[1:])
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from launch.cli.args import Parser, Settings, add_engine_flags, add_model, add_sampling_flags, nearest, read_settings
+from launch.cli.args import Parser, Settings, add_engine_flags, add_model, add_sampling_flags, read_settings, suggest
 from launch.cli.output import write_text
 from runtime.common.errors import InputError, RequestError
 
@@ -159,7 +159,7 @@ class Conversation:
             self._system = text.strip() or self._system
             _say(f"(system message: {self._system or 'none'})")
         else:
-            _say(f"no command {name}{nearest(name, ('/help', '/reset', '/system', '/exit'))} (/help tells them all)")
+            _say(f"no command {name}{suggest(name, ('/help', '/reset', '/system', '/exit'))} (/help tells them all)")
         return True
 
     def _say_and_answer(self, text: str, runner: asyncio.Runner) -> None:

@@ -1,4 +1,4 @@
-"""``lockstep doctor``: print what ``launch/cli/doctor.py`` finds."""
+"""``lockstep doctor``: print the findings of ``launch/cli/doctor.py``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from launch.cli.output import write_json, write_line
 
 
 def run(argv: Sequence[str]) -> int:
-    """Look and print; 1 if there is a problem, 0 for warnings at most."""
+    """Run the checks and print the findings; return 1 if one is a problem, else 0."""
     parser = Parser(
         "lockstep doctor",
         "[--json]",
-        "Look at versions, devices, memory, compilers, Ray and caches, and say what to do about what is wrong.",
+        "Check versions, devices, memory, compilers, Ray and caches, and print advice for what is wrong.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse(argv)
 
-    from launch.cli.doctor import PROBLEM, examine
+    from launch.cli.doctor import PROBLEM, run_checks
 
-    findings = examine()
+    findings = run_checks()
     healthy = not any(finding.status == PROBLEM for finding in findings)
     if arguments.json:
         write_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})

@@ -404,8 +404,8 @@ def test_launch_hands_over_torchruns_arguments(lockstep: Lockstep, monkeypatch: 
 def test_launch_refuses_what_torchrun_refuses_in_one_line(lockstep: Lockstep) -> None:
     for flags, message in (
         (["--max-restarts", "many"], "invalid int value: 'many'"),
-        (["--no-such-flag"], "'--no-such-flag' is no flag of torchrun"),
-        (["stray"], "'stray' is no flag of torchrun"),
+        (["--no-such-flag"], "'--no-such-flag' is not a flag of torchrun"),
+        (["stray"], "'stray' is not a flag of torchrun"),
     ):
         code, out, err = lockstep("launch", *flags, "--", "generate", "demo", "--prompt", "x")
         assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""A stdout or stderr that cannot be written: results are an error then, words about them are not."""
+"""A stdout or stderr that cannot be written: unwritable results are an error, unwritable log lines are not."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def generate(tp: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("how", ["full", "closed"])
 @pytest.mark.timeout(120)
-def test_row_25_a_log_that_cannot_be_written_ends_nothing(how: str) -> None:
-    """Also not one that the ranks write to: debug lines come from all of them, in every stage."""
+def test_an_unwritable_log_does_not_fail_the_command(how: str) -> None:
+    """The ranks write to it too: debug lines come from every rank in every stage."""
     environment = {**os.environ, "LOCKSTEP_LOG_LEVEL": "DEBUG"}
     if how == "full":
         with open("/dev/full", "w") as log:
@@ -47,8 +47,8 @@ def test_results_that_cannot_be_written_are_an_error_in_one_line() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_what_is_missing_of_a_log_is_said_once_there_is_room_again(tmp_path: Path) -> None:
-    """The log is a pipe that nobody can write to for a while: its place is taken by /dev/full."""
+def test_lost_log_bytes_are_reported_after_the_next_successful_write(tmp_path: Path) -> None:
+    """stderr is replaced by /dev/full for two writes."""
     script = """if True:
         import os, sys
         from launch.standard_error import protect_stderr

@@ -126,7 +126,6 @@ def _make_runner(job: Job, sizes: Sizes, report: Report) -> RandomRunner:
         model,
         single_rank_group(torch.device("cuda:0" if job.on_gpu else "cpu")),
         ranks_on_host=1,
-        faults=None,
     )
     runner.load_model()
     runner.allocate(most * -(-sizes.max_model_len // config.block_size))

@@ -1,7 +1,7 @@
-"""The paged KV cache of one rank: what a block costs, and the tensors.
+"""The paged KV cache of one rank: bytes per block, and the cache tensors.
 
-How many blocks there are is decided by the driver (the minimum over ranks); which request holds which block is
-``runtime/engine/block_pool.py``'s; how a block is laid out is the attention backend's.
+The driver sets the number of blocks (the minimum over ranks), ``runtime/engine/block_pool.py`` assigns blocks to
+requests, and the attention backend defines the layout of a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.models.decoder import DecoderForCausalLM
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The layers that keep keys and values, and how many tokens a block of each holds.
+    """The attention layers that have a KV cache, and the block size.
 
     Attributes:
         layers: attention layers by name, with this rank's heads.
@@ -36,7 +36,7 @@ class KVCacheSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in all layers of this rank."""
+        """Bytes of one block, summed over the layers of this rank."""
         return sum(math.prod(self._shape(layer, 1)) * layer.dtype.itemsize for layer in self.layers.values())
 
     def shape_of(self, name: str, num_blocks: int) -> tuple[int, ...]:
@@ -54,15 +54,14 @@ def allocate_kv_cache(spec: KVCacheSpec, num_blocks: int, device: torch.device) 
         ValueError: fewer than one block.
     """
     if num_blocks < 1:
-        raise ValueError(f"a KV cache has at least one block; {num_blocks} were asked for")
+        raise ValueError(f"a KV cache has at least one block; got num_blocks={num_blocks}")
     return {name: _zeros(spec.shape_of(name, num_blocks), layer.dtype, device) for name, layer in spec.layers.items()}
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that, on the CPU, cost memory and time only once they are written.
+    """A tensor of zeros; on the CPU its pages are allocated at the first write.
 
-    ``torch.zeros`` writes all of them: seconds at start-up for a cache of which most requests use little. NumPy asks
-    the kernel for zero pages instead.
+    ``torch.zeros`` writes the whole tensor, which takes seconds at start-up; NumPy maps zero pages instead.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

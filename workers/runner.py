@@ -1,13 +1,14 @@
-"""Runs steps: StepPlan -> static buffers -> forward pass -> sampler -> StepResult.
+"""Runs steps on one rank: StepPlan -> static buffers -> forward pass -> sampler -> StepResult.
 
-The runner owns everything one rank holds between steps: the model, the KV cache, the buffers and the sampler.
-It knows no channel and no verb (``worker.py``); how attention reads its metadata is ``forward_context.py``'s.
+The runner owns everything that a rank keeps between steps: the model, the KV cache, the buffers with the request
+states, and the sampler. ``worker.py`` calls it for the driver's RPC methods; ops read ``forward_context.py`` during a
+forward pass.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,49 +20,45 @@ from runtime.common.checkpoint import inspect_checkpoint
 from runtime.common.config import CompileMode, EngineConfig, GraphMode
 from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig
-from runtime.common.protocol import PromptLogprobs, SampledToken, StepPlan, StepResult
+from runtime.common.protocol import StepPlan, StepResult
 from workers.batch import Batch, BatchBuffers
 from workers.compile.levels import CompileSettings, missing_for_compiling, resolve_level
-from workers.faults import FaultInjector
 from workers.forward_context import AttentionMetadata, ForwardContext
 from workers.graphs.dispatcher import Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
 from workers.graphs.inputs import Forward, StaticInputs
 from workers.graphs.modes import supported_mode
-from workers.graphs.sizes import CaptureSizes, resolve_capture_sizes
+from workers.graphs.sizes import resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
 from workers.quantization.registry import get_quant_config
-from workers.sampling.logprobs import PromptScorer, PromptSpan, is_finite
+from workers.sampling.logprobs import PromptScorer
 from workers.sampling.sampler import Sampler
 from workers.weights import LoadReport, load_weights
 
 if TYPE_CHECKING:
     from workers.compile.compiler import CompileReport
 
+Progress = Callable[[int, int], None]
+"""Called with the number of completed parts of a start-up stage, and their total."""
+
 CPU_KV_SHARE_OF_FREE_MEMORY = 0.25
-"""On CPU the KV cache takes at most this share of the memory that is free, divided among the ranks of a host."""
+"""Share of a host's free memory that the KV caches of its ranks take on CPU."""
 
 
 class ModelRunner:
-    """One rank's model and everything it needs to run a step.
+    """The model of one rank, and everything needed to run its steps.
 
     Args:
-        config: resolved.
-        group: the tensor-parallel group, already connected.
-        ranks_on_host: how many ranks share this host's memory.
-        faults: carries out an injected fault; None in production.
+        config: the resolved engine config.
+        model_config: of the checkpoint.
+        group: the connected tensor-parallel group.
+        ranks_on_host: number of ranks that share this host's memory.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        group: TensorParallelGroup,
-        *,
-        ranks_on_host: int,
-        faults: FaultInjector | None,
+        self, config: EngineConfig, model_config: ModelConfig, group: TensorParallelGroup, *, ranks_on_host: int
     ) -> None:
         self.config = config
         self.model_config = model_config
@@ -69,7 +66,6 @@ class ModelRunner:
         self.device = group.device
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._ranks_on_host = ranks_on_host
-        self._faults = faults
         self.model: DecoderForCausalLM
         self.kv_spec: KVCacheSpec
         self.kv_caches: dict[str, torch.Tensor] = {}
@@ -79,13 +75,12 @@ class ModelRunner:
         self.graphs: GraphRunner
         self.forward: Forward
         self.graph_mode = GraphMode.NONE
-        self._last: tuple[Dispatch, AttentionMetadata]
 
-    def load_model(self, progress: Callable[[int, int], None] | None = None) -> LoadReport:
-        """Build the model on the meta device, then fill this rank's shard from the checkpoint.
+    def load_model(self, progress: Progress | None = None) -> LoadReport:
+        """Build the model on the meta device, then load this rank's shard of the checkpoint.
 
         Raises:
-            CheckpointError: missing, unexpected or misshaped tensors.
+            CheckpointError: tensors are missing, unexpected or of another shape.
         """
         checkpoint = inspect_checkpoint(self.config.model)
         quant_config = get_quant_config(self.config.quantization, self.device)
@@ -100,11 +95,13 @@ class ModelRunner:
         self.kv_spec = KVCacheSpec.from_model(self.model, self.config.block_size)
         return report
 
+    # ---- KV cache
+
     def affordable_kv_blocks(self) -> int:
-        """KV blocks this rank has memory for, at most what the configured sequences can ever fill.
+        """Number of KV blocks that fit this rank's memory, at most what ``max_num_seqs`` sequences can fill.
 
         Raises:
-            ConfigError: not even one sequence block fits.
+            ConfigError: not even one block fits.
         """
         assert self.config.max_model_len is not None, "resolve() sets max_model_len"
         blocks_per_seq = -(-self.config.max_model_len // self.config.block_size)
@@ -120,6 +117,7 @@ class ModelRunner:
         return blocks
 
     def _free_memory_for_kv(self) -> int:
+        """Bytes for the KV cache: what ``gpu_memory_utilization`` leaves beside the peak of the largest steps."""
         if self.device.type == "cuda":
             self._profile_memory()
             free, total = torch.cuda.mem_get_info(self.device)
@@ -130,7 +128,7 @@ class ModelRunner:
         return int(available_memory() * CPU_KV_SHARE_OF_FREE_MEMORY / self._ranks_on_host)
 
     def _profile_memory(self) -> None:
-        """Find the peak memory of the largest steps by running them once over a cache of one block."""
+        """Measure the peak memory of the largest steps by running them once with a KV cache of one block."""
         torch.cuda.reset_peak_memory_stats(self.device)
         self.allocate(1)
         self._run_largest_steps()
@@ -138,19 +136,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run_largest_steps(self) -> None:
-        """The longest prompt and the largest decode batch there can be, of no request's: nothing is written."""
+        """Run the longest prompt and the largest decode batch as dummy batches: no KV writes."""
         inputs = StaticInputs(self.buffers)
         prompt, decode = inputs.prompt, inputs.decode
         for make, rows in ((prompt, self.buffers.max_num_tokens), (decode, self.config.max_num_seqs)):
             hidden = self.graphs.run(Dispatch(GraphMode.NONE, rows), make(rows))
             self.model.compute_logits(hidden[: self.config.max_num_seqs])
         torch.cuda.synchronize(self.device)
-
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Make ready what is to be captured, and have kernels compiled before the first request. Collective."""
-        if self.device.type == "cuda":
-            self._run_largest_steps()
-        self.graphs.warm_up(progress)
 
     def allocate(self, num_blocks: int) -> None:
         """Allocate the KV cache, the static buffers and the sampler. ``num_blocks`` is the minimum over ranks."""
@@ -176,13 +168,11 @@ class ModelRunner:
 
     # ---- compile and capture
 
-    def compile(
-        self, progress: Callable[[int, int], None] | None = None
-    ) -> tuple[Forward, CompileReport, CompileSettings]:
-        """Compile the model at the config's level, without using it yet: all ranks vote first.
+    def compile(self, progress: Progress | None = None) -> tuple[Forward, CompileReport, CompileSettings]:
+        """Compile the model at the config's level. Steps keep running the plain model until :meth:`use`.
 
         Raises:
-            CompileError: this rank cannot compile it; TraceError where the model's own code is the reason.
+            CompileError: this rank cannot compile it; TraceError if the model's own code is the reason.
         """
         from workers.compile.compiler import compile_model  # Late: a start without compiling needs none of it.
 
@@ -202,11 +192,11 @@ class ModelRunner:
         return forward, report, settings
 
     def use(self, forward: Forward, settings: CompileSettings) -> str:
-        """Run steps by ``forward`` from now on; gives a warning about graphs that cannot be had, or "".
+        """Run steps with ``forward`` from now on; returns a warning about an unsupported graph mode, or "".
 
         Args:
-            forward: the model itself, or what :meth:`compile` gave.
-            settings: the level it came from.
+            forward: the model, or the result of :meth:`compile`.
+            settings: the compile settings of ``forward``.
         """
         mode, warning = supported_mode(
             GraphMode.parse(settings.graph_mode),
@@ -228,7 +218,7 @@ class ModelRunner:
             mode=mode,
             sizes=sizes,
             buffers=self.buffers,
-            make_context=self._context,
+            make_context=self.make_context,
             device=self.device,
             direct=python_implementations("CPU") if self.device.type == "cpu" else {},
         )
@@ -237,105 +227,71 @@ class ModelRunner:
             warning += f"{'; ' if warning else ''}capture sizes {dropped} are larger than any step, and are left out"
         return warning
 
-    def measure_last_step(self, repeats: int) -> dict[str, float]:
-        """For benchmarks on the CPU: make the last step's forward pass again and again; every rank at once.
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Prepare graph capture, and compile kernels before the first request. A collective call."""
+        if self.device.type == "cuda":
+            self._run_largest_steps()
+        self.graphs.warm_up(progress)
 
-        Returns:
-            seconds of one pass as steps make it (``forward``), and of what it spends within ops (``ops``: ATen and
-            our own; of a compiled model its subgraphs and the splitting ops). Each is the least of the repeats, since
-            everything else on the machine only adds to it.
+    def capture(self, progress: Progress | None = None) -> int:
+        """Capture the graphs and return their number. Not a collective call.
+
+        Raises:
+            CaptureError: a graph could not be captured; none is held then.
         """
-        choice, metadata = self._last
-        probe = GraphRunner(
-            self.forward,
-            mode=GraphMode.FULL,
-            sizes=CaptureSizes((choice.size,), ()),
-            buffers=self.buffers,
-            make_context=self._context,
-            device=self.device,
-        )
-        buffers = self.buffers
-        statics = (
-            buffers.input_ids,
-            buffers.positions,
-            buffers.slot_mapping,
-            buffers.seq_lens,
-            buffers.query_start_loc,
-        )
-        kept = [static.array.copy() for static in statics]
-        probe.capture()  # Fills the buffers with padding.
-        for static, array in zip(statics, kept, strict=True):
-            static.array[:] = array
-        forward = ops = float("inf")
-        for _ in range(repeats):
-            started = time.perf_counter()
-            self.graphs.run(choice, metadata)
-            forward = min(forward, time.perf_counter() - started)
-            ops = min(ops, probe.op_seconds(Dispatch(GraphMode.FULL, choice.size), metadata))
-        return {"forward": forward, "ops": ops}
+        return len(self.graphs.capture(progress))
+
+    # ---- steps
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step on this rank, at the same time as every other rank runs it.
+        """Run one step. A collective call: every rank runs the same plan at the same time.
 
         Returns:
-            the sampled tokens and what is known of prompts on rank 0; an empty result on the others.
+            sampled tokens and prompt log-probabilities on rank 0; neither on the other ranks.
         """
         started = time.perf_counter()
-        self.group.set_epoch(plan.step_id)  # A rank that is in another step is found by its first collective.
-        for req_id in plan.dropped:
-            self.sampler.drop(req_id)
-            self.prompt_scorer.drop(req_id)
-        for new in plan.new:
-            self.sampler.add(new)
-            self.prompt_scorer.add(new)
-        self.buffers.apply(plan)
-        spans = self.prompt_scorer.spans(plan, self.buffers.requests)
-        lengths = uniform_query_len(request.num_tokens for request in plan.scheduled)
-        choice = self.graphs.choose(plan.num_tokens, len(plan.scheduled), lengths)
-        padded_reqs = choice.size if choice.mode is GraphMode.FULL else 0
-        batch = self.buffers.fill(plan, choice.size, padded_reqs)
-        self._last = choice, batch.metadata
+        self.group.set_epoch(plan.step_id)  # The first collective detects a rank that runs another step.
+        self.buffers.update_requests(plan)
+        choice, batch = self.fill_buffers(plan)
         prepared = time.perf_counter()
         hidden = self.graphs.run(choice, batch.metadata)
-        tokens: list[SampledToken] | None = []
         computed = time.perf_counter()
-        # Which rows are scored and sampled follows from the plan alone, so every rank enters the same collectives.
-        prompts = self._score_prompts(hidden, spans) if spans else []
-        if batch.sample_req_ids:
-            tokens = self._sample(hidden, batch, plan.step_id)
+        # The plan alone decides which rows are scored and sampled, so every rank enters the same collectives.
+        prompts = (
+            self.prompt_scorer.score(hidden, batch.prompt_spans, self.model.compute_logits)
+            if batch.prompt_spans
+            else []
+        )
+        tokens = []
+        if batch.sample_requests:
+            tokens = self.sampler.sample(self.compute_sample_logits(hidden, batch), batch.sample_requests)
         elif self.device.type == "cuda":
-            # Nothing was read back: wait, or the next step would overwrite pinned buffers still being copied.
+            # Nothing was read back: wait, or the next step would overwrite pinned buffers that are being copied.
             torch.cuda.current_stream().synchronize()
         ended = time.perf_counter()
         stats = {"prepare": prepared - started, "forward": computed - prepared, "sample": ended - computed}
-        return StepResult(plan.step_id, tuple(tokens or ()), stats, tuple(prompts))
+        return StepResult(plan.step_id, tuple(tokens), stats, tuple(prompts))
 
-    def _context(self, metadata: AttentionMetadata) -> ForwardContext:
-        """The context of one step; building it calls the attention backend's ``prepare_step``."""
+    def fill_buffers(self, plan: StepPlan) -> tuple[Dispatch, Batch]:
+        """Choose the graph for a plan, and fill the static buffers to its size."""
+        lengths = uniform_query_len(request.num_tokens for request in plan.scheduled)
+        choice = self.graphs.choose(plan.num_tokens, len(plan.scheduled), lengths)
+        # A FULL graph reads the rows of as many requests as tokens.
+        padded_reqs = choice.size if choice.mode is GraphMode.FULL else 0
+        return choice, self.buffers.fill(plan, choice.size, padded_reqs)
+
+    def compute_sample_logits(self, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """This rank's logits, [n, V_local], of the rows that are sampled."""
+        return self.model.compute_logits(hidden.index_select(0, batch.sample_rows))
+
+    def make_context(self, metadata: AttentionMetadata) -> ForwardContext:
+        """The forward context of one step; building it calls the attention backend's ``prepare_step``."""
         return ForwardContext.for_step(metadata, self.model.attention_layers, self.kv_caches)
-
-    def _score_prompts(self, hidden: torch.Tensor, spans: Sequence[PromptSpan]) -> list[PromptLogprobs]:
-        good: list[PromptLogprobs] = []
-        for report in self.prompt_scorer.score(hidden, spans, self.model.compute_logits):
-            if is_finite(report):
-                good.append(report)
-            else:
-                self.sampler.mark_broken(report.req_id)
-        return good
-
-    def _sample(self, hidden: torch.Tensor, batch: Batch, step_id: int) -> list[SampledToken] | None:
-        logits = self.model.compute_logits(hidden.index_select(0, batch.sample_rows))
-        if self._faults is not None and self._faults.poisons_logits(step_id):
-            logits[0] = float("nan")
-        token_ids, tokens = self.sampler.sample(logits, batch.sample_req_ids)
-        for req_id, token_id in zip(batch.sample_req_ids, token_ids, strict=True):
-            self.buffers.requests[req_id].append_token(token_id)
-        return tokens
 
 
 def available_memory() -> int:
-    """Bytes of memory this host can still give out, as the kernel estimates it."""
+    """Bytes of memory available on this host, by the kernel's estimate."""
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):

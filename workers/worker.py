@@ -1,9 +1,9 @@
-"""The verbs a driver may call on a rank, in their order, and the loop that answers them.
+"""The worker of one rank: its RPC methods in their order, and the loop that receives and answers messages.
 
-A rank does what the driver says and nothing else: one message, one answer. Start-up verbs come once each, in the
-order ``device, (open_rendezvous,) group, weights, kv_cache_size, kv_cache, compile, use_compiled, warm_up, capture,
-(discard_graphs,) ready``; then steps; then the channel closes or ``shutdown`` comes. Processes and environment are
-``launch/rank_main.py``'s, the model is ``runner.py``'s.
+Each message gets one answer. The driver calls each start-up method once, in the order ``device, (open_rendezvous,)
+group, weights, kv_cache_size, kv_cache, compile, use_compiled, warm_up, capture, (discard_graphs,) ready``; then it
+sends steps, until it closes the channel or calls ``shutdown``. ``launch/rank_main.py`` sets up process and
+environment, ``runner.py`` runs the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +34,6 @@ from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import (
     ExceptionKind,
     RankException,
-    StepPlan,
-    StepResult,
     digest,
     pack,
     pack_exception,
@@ -45,7 +44,6 @@ from runtime.common.protocol import (
 from workers.attention import cpu_paged as native_attention
 from workers.attention.registry import backend_name
 from workers.compile.levels import CompileSettings
-from workers.faults import FaultInjector, parse_fault
 from workers.kernels import elementwise as native_ops
 from workers.kernels.bindings import POOL
 from workers.quantization import cpu_linear
@@ -57,21 +55,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lockstep")
 
-
-Compiled = tuple[Any, "CompileReport", CompileSettings]
-"""What ``ModelRunner.compile`` gives."""
+CompileResult = tuple[Any, "CompileReport", CompileSettings]
+"""The result of ``ModelRunner.compile``."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who this rank is.
+    """Rank numbers and resources of one worker.
 
     Attributes:
         rank: 0 to size - 1.
         size: tensor-parallel size.
-        local_rank: index among the ranks of this host: which GPU it takes.
-        ranks_on_host: how many of them there are.
-        threads: CPU threads it computes with.
+        local_rank: index among the ranks of this host; selects the GPU.
+        ranks_on_host: number of ranks on this host.
+        threads: number of CPU threads for computing.
     """
 
     rank: int
@@ -82,23 +79,37 @@ class RankInfo:
 
 
 class Worker:
-    """One rank: answers verbs and steps from its channel until the driver is done with it."""
+    """The worker of one rank: executes RPC methods and steps from its channel.
+
+    Args:
+        info: rank numbers and resources.
+        config: the resolved engine config.
+        model_config: of the checkpoint.
+        channel: to the driver.
+    """
 
     def __init__(self, info: RankInfo, config: EngineConfig, model_config: ModelConfig, channel: Channel) -> None:
         self.info = info
         self.config = config
         self.model_config = model_config
         self._channel = channel
-        fault = parse_fault(config.fault)
-        self._faults = FaultInjector(fault) if fault and fault.rank == info.rank else None
+        self._receive: Callable[[], bytes] = channel.recv
+        self._make_runner: Callable[..., ModelRunner] = ModelRunner
+        if config.fault:
+            from workers import faults  # Late: only tests inject faults.
+
+            fault = faults.parse_fault(config.fault)
+            if fault.rank == info.rank:
+                self._receive = faults.corrupt_plans(channel.recv, fault)
+                self._make_runner = partial(faults.FaultyRunner, fault)
         self._library_dir = os.path.join(config.cache_dir, "native")
         self._group: TensorParallelGroup | None = None
         self._device = torch.device("cpu")
         self._runner: ModelRunner
-        self._compiled: Compiled | None = None
+        self._compiled: CompileResult | None = None
         self._subgraphs = 0
-        self._verbs: dict[str, Callable[..., Any]] = {
-            "device": self.take_device,
+        self._methods: dict[str, Callable[..., Any]] = {
+            "device": self.init_device,
             "open_rendezvous": self.open_rendezvous,
             "group": self.join_group,
             "weights": self.load_weights,
@@ -114,9 +125,9 @@ class Worker:
         }
 
     def serve(self) -> None:
-        """Answer messages until ``shutdown`` or the end of the channel. Blocks without spinning while idle."""
+        """Receive and answer messages until ``shutdown`` or the end of the channel. Blocks while idle."""
         try:
-            while self._answer(self._channel.recv()):
+            while self._answer(self._receive()):
                 pass
         except ChannelClosedError:
             log.debug("rank %d: the driver closed the channel", self.info.rank)
@@ -125,15 +136,13 @@ class Worker:
                 self._group.close()
 
     def _answer(self, frame: bytes) -> bool:
-        """Carry out one message and send its answer; False after ``shutdown``."""
+        """Execute one message and send its answer; False after ``shutdown``."""
         number: Any = -1
         try:
-            if self._faults is not None:
-                frame = self._faults.on_message(frame)
             message = unpack(frame)
             number = message[1] if len(message) > 1 else -1
             if message[0] == "step":
-                value = pack_tokens(self._execute(unpack_plan(message)))
+                value = pack_tokens(self._runner.execute(unpack_plan(message)))
             elif message[0] == "call" and len(message) == 4:
                 if message[2] == "shutdown":
                     self._channel.send(pack(["ok", number, "", None]))
@@ -148,22 +157,15 @@ class Worker:
         self._channel.send(answer)
         return True
 
-    def _call(self, verb: str, arguments: dict[str, Any]) -> Any:
-        if verb not in self._verbs:
-            raise ProtocolError(f"unknown verb {verb!r}; known: {', '.join(self._verbs)}, shutdown")
-        if self._faults is not None:
-            self._faults.on_startup(verb)
-        return self._verbs[verb](**arguments)
+    def _call(self, method: str, arguments: dict[str, Any]) -> Any:
+        if method not in self._methods:
+            raise ProtocolError(f"unknown method {method!r}; known: {', '.join(self._methods)}, shutdown")
+        return self._methods[method](**arguments)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        if self._faults is not None:
-            self._faults.on_step(plan.step_id)
-        return self._runner.execute(plan)
+    # ---- RPC methods, in the order in which they are called
 
-    # ---- start-up verbs, in the order in which they are called
-
-    def take_device(self) -> dict[str, Any]:
-        """Take this rank's device. Gives its description, for the log."""
+    def init_device(self) -> dict[str, Any]:
+        """Select this rank's device and load the CPU kernels; returns the device's description for the log."""
         found = detect_platform()
         if found.device_type != self.config.device:
             raise RuntimeError(f"rank {self.info.rank} was to use {self.config.device}, found {found.device_type} here")
@@ -175,18 +177,18 @@ class Worker:
         kernels = (cpu_linear, native_attention, native_ops, native_sampling)
         exchange = [shared_memory.SOURCE] if self.info.size > 1 else []
         build_ahead((POOL, *exchange, *(module.SOURCE for module in kernels)), self._library_dir)
-        # Before a model is built or traced: what it does depends on which kernels there are.
+        # Before the model is built and traced: both depend on which kernels are available.
         for module in kernels:
             module.use_native(self._library_dir)
         return {"device": f"cpu, {self.info.threads} thread{'s' if self.info.threads != 1 else ''}"}
 
     def open_rendezvous(self) -> str:
-        """Where the ranks of several hosts can meet: a free TCP port of this host's address. Rank 0's answer counts."""
+        """Rendezvous address for ranks on several hosts: a free TCP port of this host. The driver uses rank 0's."""
         with socket.create_server((host_address(), 0)) as probe:
             return f"tcp://{probe.getsockname()[0]}:{probe.getsockname()[1]}"
 
     def join_group(self, init_method: str, same_host: bool, run_id: str) -> dict[str, Any]:
-        """Meet the other ranks. Collective: every rank must be called at the same time."""
+        """Join the tensor-parallel group. A collective call: every rank at the same time."""
         if self.info.size == 1:
             self._group = single_rank_group(self._device)
         else:
@@ -202,25 +204,19 @@ class Worker:
                 library_dir=self._library_dir,
             )
             self._group = init_group(spec, self._device)
-        if self._faults is not None:
-            self._faults.on_group(self._group)
-        self._runner = ModelRunner(
-            self.config,
-            self.model_config,
-            self._group,
-            ranks_on_host=self.info.ranks_on_host,
-            faults=self._faults,
+        self._runner = self._make_runner(
+            self.config, self.model_config, self._group, ranks_on_host=self.info.ranks_on_host
         )
         return {"collectives": self._group.backend}
 
     def load_weights(self) -> dict[str, Any]:
-        """Build the model and fill this rank's shard. Gives bytes read, bytes of the checkpoint, seconds, peak."""
+        """Build the model and load this rank's shard; returns a :class:`LoadReport`'s fields and ``peak_rss``."""
         loaded = self._runner.load_model(self._reporter("weights"))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return asdict(loaded) | {"peak_rss": peak}
 
     def _reporter(self, stage: str) -> Callable[[int, int], None] | None:
-        """Tells the driver how far a stage is, at most a hundred times; rank 0 speaks for all."""
+        """A callback that reports progress of a stage to the driver, at most 100 times; None on ranks other than 0."""
         if self.info.rank != 0:
             return None
         last = -1
@@ -235,26 +231,25 @@ class Worker:
         return report
 
     def size_kv_cache(self) -> int:
-        """KV blocks this rank can afford; the driver takes the minimum."""
+        """Number of KV blocks that this rank has memory for; the driver takes the minimum over ranks."""
         return self._runner.affordable_kv_blocks()
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache of ``num_blocks`` blocks and everything a step needs."""
+        """Allocate a KV cache of ``num_blocks`` blocks, the static buffers and the sampler."""
         self._runner.allocate(num_blocks)
 
     def compile(self) -> dict[str, Any]:
-        """Compile the model, without using it yet: the driver lets all ranks vote.
+        """Compile the model. Steps use the result after :meth:`use_compiled` only, once every rank has reported.
 
-        Gives the figures of the compilation, or ``{"failure": text}`` where this rank could not.
+        Returns:
+            statistics of the compilation, or ``{"failure": text}`` if it failed on this rank.
 
         Raises:
-            TraceError: the model's code cannot be compiled at all, on any rank.
+            TraceError: the model's code cannot be traced, which is the same on every rank.
         """
         from workers.compile.errors import TraceError
 
         try:
-            if self._faults is not None:
-                self._faults.on_vote("compile")
             self._compiled = self._runner.compile(self._reporter("compile"))
         except TraceError:
             raise
@@ -273,7 +268,7 @@ class Worker:
         }
 
     def use_compiled(self, agreed: bool) -> list[str]:
-        """Run steps by what :meth:`compile` made, or by the plain model if some rank has none; gives warnings."""
+        """Run steps with the compiled model if ``agreed``, else with the plain one; returns warnings."""
         if agreed and self._compiled is not None:
             forward, report, settings = self._compiled
             self._subgraphs = report.subgraphs
@@ -284,29 +279,29 @@ class Worker:
         return [warning] if warning else []
 
     def warm_up(self) -> None:
-        """Prepare what is to be captured. Collective: every rank at the same time."""
+        """Prepare graph capture. A collective call: every rank at the same time."""
         self._runner.warm_up(self._reporter("capture"))
 
     def capture(self) -> dict[str, Any]:
-        """Capture graphs; gives how many, or ``{"failure": text}``. Exchanges nothing, so that ranks can vote."""
+        """Capture graphs; returns their number, or ``{"failure": text}``. Not a collective call."""
         try:
-            if self._faults is not None:
-                self._faults.on_vote("capture")
-            return {"graphs": len(self._runner.graphs.capture(self._reporter("capture")))}
+            return {"graphs": self._runner.capture(self._reporter("capture"))}
         except Exception as error:
             log.debug("capturing failed", exc_info=True)
             return {"failure": f"{type(error).__name__}: {error}"}
 
     def discard_graphs(self) -> None:
-        """Run every step without graphs, because some rank could not capture them."""
+        """Discard the graphs and run every step without: capture has failed on some rank."""
         self._runner.graphs.discard()
 
     def measure_step(self, repeats: int) -> dict[str, float]:
-        """For ``bench latency``: seconds of the last step's forward pass, and of its ops. Every rank at once."""
-        return self._runner.measure_last_step(repeats)
+        """For ``bench latency``: seconds of a decode step's forward pass, and of its ops. A collective call."""
+        from workers.step_probe import measure_decode_step  # Late: only a benchmark needs it.
+
+        return measure_decode_step(self._runner, repeats)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be the same on every rank before a step may run; the driver compares field by field."""
+        """Values that must be equal on every rank before the first step; the driver compares them by field."""
         return {
             "config": hash_of(replace(self.config, run_dir="").to_dict()),
             "model": hash_of(self.model_config.to_dict()),
@@ -334,15 +329,15 @@ def rank_exception(error: Exception) -> RankException:
 
 
 def host_address() -> str:
-    """This host's address as other hosts see it: that of the interface with the default route."""
+    """This host's address for other hosts: that of the interface with the default route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: connecting a datagram socket sends nothing.
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: connecting a datagram socket sends no packet.
         except OSError:
             return socket.gethostbyname(socket.gethostname())
         return str(probe.getsockname()[0])
 
 
 def hash_of(fields: dict[str, Any]) -> str:
-    """A short hash of a config's fields."""
+    """A short hash of the fields of a config."""
     return digest(pack(fields))

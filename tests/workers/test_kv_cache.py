@@ -41,5 +41,5 @@ def test_ranks_with_uneven_heads() -> None:
 
 def test_no_blocks() -> None:
     model = build_model(CONFIG, group=single_rank_group(torch.device("cpu")), dtype=torch.float32)
-    with pytest.raises(ValueError, match="at least one block; 0 were asked for"):
+    with pytest.raises(ValueError, match="at least one block; got num_blocks=0"):
         allocate_kv_cache(KVCacheSpec.from_model(model, 8), 0, torch.device("cpu"))

@@ -1,7 +1,7 @@
-"""What rank 0 keeps of requests whose output has to match something: where in the grammar each is, what may come next.
+"""Structured output on rank 0: compiled grammars, and the grammar matcher of each request.
 
-The grammar itself is made by ``runtime/common/grammar.py``; masks are applied by ``sampler.py``. Other ranks learn
-tokens only. Nothing here raises anything but RequestError for what a request asks: the request ends, the rank goes on.
+``runtime/common/grammar.py`` translates a request's parameters to a grammar; ``sampler.py`` applies the masks. The
+other ranks receive tokens only. Errors of a grammar are RequestErrors: the request ends and the rank continues.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,23 +21,20 @@ from runtime.common.sampling_params import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT_GRAMMARS = 32
-"""Grammars kept ready for the next request with the same one, e.g. the other samples of a prompt."""
+CACHED_GRAMMARS = 32
+"""Compiled grammars that are cached, for requests with the same grammar such as the other samples of a prompt."""
 
 STEP_SECONDS = 10.0
-"""Making grammars ready may take this long within one step; then requests with yet another one are refused. The
-others wait in a collective meanwhile, and must not give up."""
-
-Bits: TypeAlias = "npt.NDArray[np.uint8]"
-"""For each token of the model's vocabulary one bit, whether it may come next: 8 tokens a byte, the lowest bit first."""
+"""Time for compiling grammars within one step; after it, requests with another new grammar are refused. The other
+ranks wait in a collective meanwhile, which must not time out."""
 
 
-class Grammars:
-    """Begins to follow grammars.
+class GrammarCompiler:
+    """Compiles grammars, and makes matchers for them.
 
     Args:
-        checkpoint: folder whose tokenizer says what tokens stand for; read when the first request needs it.
-        eos_token_ids: tokens that may come when an output is complete.
+        checkpoint: folder of the tokenizer; read at the first request with a grammar.
+        eos_token_ids: tokens that are allowed when an output is complete.
         vocab_size: of the model.
     """
 
@@ -46,54 +43,54 @@ class Grammars:
         self._eos_token_ids = tuple(eos_token_ids)
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        self._unusable = ""
-        self._ready: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
+        self._tokenizer_error = ""
+        self._compiled: OrderedDict[StructuredOutputs, LLMatcher] = OrderedDict()
         self._step_seconds = 0.0
 
     def begin_step(self) -> None:
-        """Say that a new step begins, which may take :data:`STEP_SECONDS` again."""
+        """Begin a new step, with its own :data:`STEP_SECONDS`."""
         self._step_seconds = 0.0
 
-    def follow(self, outputs: StructuredOutputs, token_ids: Sequence[int]) -> Follower:
-        """Follow a grammar from its beginning to behind ``token_ids``, the output so far.
+    def make_matcher(self, outputs: StructuredOutputs, token_ids: Sequence[int]) -> GrammarMatcher:
+        """A matcher of a grammar that has accepted ``token_ids``, the output so far.
 
         Raises:
-            RequestError: the grammar cannot be followed, or the output does not match it.
+            RequestError: the grammar cannot be compiled, or the output does not match it.
         """
         started = time.perf_counter()
         try:
-            follower = Follower(self._matcher(outputs), self._eos(), self._vocab_size)
-            follower.accept_all(token_ids)
-            return follower
+            matcher = GrammarMatcher(self._copy_compiled(outputs), self._eos(), self._vocab_size)
+            matcher.accept_all(token_ids)
+            return matcher
         finally:
             self._step_seconds += time.perf_counter() - started
 
-    def _matcher(self, outputs: StructuredOutputs) -> LLMatcher:
-        """A matcher of one's own, at the beginning."""
-        ready = self._ready.get(outputs)
-        if ready is None:
+    def _copy_compiled(self, outputs: StructuredOutputs) -> LLMatcher:
+        """A copy of the compiled grammar, at its beginning."""
+        compiled = self._compiled.get(outputs)
+        if compiled is None:
             if self._step_seconds > STEP_SECONDS:
                 raise RequestError(
                     f"so many grammars had to be made ready at once that it took more than {STEP_SECONDS:g} s; try "
                     "again, or use the same grammar for more requests"
                 )
-            ready = make_matcher(self._load_tokenizer(), to_grammar(outputs))
-            if error := error_of(ready):
+            compiled = make_matcher(self._load_tokenizer(), to_grammar(outputs))
+            if error := error_of(compiled):
                 raise RequestError(f"{PREFIX}{error}")
-            self._ready[outputs] = ready
-            if len(self._ready) > KEPT_GRAMMARS:
-                self._ready.popitem(last=False)
-        self._ready.move_to_end(outputs)
-        return ready.deep_copy()
+            self._compiled[outputs] = compiled
+            if len(self._compiled) > CACHED_GRAMMARS:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(outputs)
+        return compiled.deep_copy()
 
     def _load_tokenizer(self) -> LLTokenizer:
-        if self._unusable:
-            raise RequestError(self._unusable)
+        if self._tokenizer_error:
+            raise RequestError(self._tokenizer_error)
         if self._tokenizer is None:
             try:
                 self._tokenizer = make_llg_tokenizer(self._checkpoint, self._eos_token_ids, self._vocab_size)
             except RequestError as error:
-                self._unusable = str(error)  # It would be as bad the next time.
+                self._tokenizer_error = str(error)  # The file does not change: the next request gets the same error.
                 raise
         return self._tokenizer
 
@@ -101,11 +98,11 @@ class Grammars:
         return frozenset(self._load_tokenizer().eos_tokens)
 
 
-class Follower:
-    """One request's place in its grammar.
+class GrammarMatcher:
+    """Position of one request's output in its grammar.
 
     Args:
-        matcher: its own.
+        matcher: llguidance's, not shared with another request.
         eos_token_ids: tokens that end an output.
         vocab_size: of the model.
     """
@@ -115,11 +112,14 @@ class Follower:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
 
-    def allowed(self) -> Bits:
-        """Which tokens may come next, at least one of them. When nothing may follow, only an end.
+    def allowed_tokens(self) -> npt.NDArray[np.uint8]:
+        """Bitmask of the tokens that may come next, at least one; a complete output allows EOS tokens only.
+
+        Returns:
+            uint8 [ceil(vocab_size / 8)], one bit per token, the lowest bit first.
 
         Raises:
-            RequestError: following the grammar became too expensive.
+            RequestError: the grammar has become too expensive, or allows no token of the model.
         """
         with no_panic():
             mask = self._matcher.compute_bitmask()
@@ -132,19 +132,19 @@ class Follower:
         return bits
 
     def accept(self, token_id: int) -> None:
-        """Take the token that was sampled.
+        """Advance by one sampled token.
 
         Raises:
-            RequestError: the grammar does not allow it, or following it became too expensive.
+            RequestError: the grammar does not allow the token, or has become too expensive.
         """
-        # After an end there are only more of them: the output has ended for the driver, or soon will have.
+        # After EOS only EOS follows, which is not part of the grammar: the driver ends the output.
         if not self._matcher.is_stopped():
             with no_panic():
                 self._matcher.consume_token(token_id)
             self._check()
 
     def accept_all(self, token_ids: Sequence[int]) -> None:
-        """Take an output again. Raises RequestError as :meth:`accept`."""
+        """Advance by a whole output. Raises RequestError as :meth:`accept`."""
         end = next((at for at, token_id in enumerate(token_ids) if token_id in self._eos_token_ids), len(token_ids))
         if end:
             with no_panic():

@@ -1,12 +1,13 @@
-"""From the last hidden rows' logits to one token for each request, the same on every rank.
+"""The sampler: from the last hidden rows' logits to one token per request, the same on every rank.
 
-The vocabulary is cut over the ranks, so no rank sees a whole row of logits. Plain greedy rows need none: each rank
-offers its best (value, token) pair and every rank takes the best offer. All other rows are gathered on rank 0, which
-samples and tells the others. Which of the two a row takes follows from its request's parameters alone, never from
-data, so all ranks enter the same collectives.
+The vocabulary is sharded over the ranks, so no rank holds a whole row of logits. Rows that need argmax only exchange
+one (value, token id) pair per rank; each rank takes the largest of the gathered candidates. All other rows are gathered
+on rank 0, which samples and broadcasts the tokens. Which path a row takes depends on its request's parameters alone,
+never on data, so all ranks enter the same collectives.
 
-On rank 0 a row goes through, in this order: biases, penalties, no end before ``min_tokens``, what a grammar allows
-(``structured.py``); then a token is drawn (``drawing.py``). Reported log-probabilities are of the row as it came.
+On rank 0 a row is processed in this order: logit bias, penalties, suppressed tokens before ``min_tokens``, the mask of
+its grammar (``grammar.py``); then a token is sampled (``gumbel_max.py``). Log-probabilities are of unprocessed logits.
+Requests are :class:`workers.batch.RequestState`: the sampler keeps no state of its own for them.
 """
 
 from __future__ import annotations
@@ -20,90 +21,48 @@ from torch.nn import functional
 from parallel.group import TensorParallelGroup
 from parallel.shard import Shard
 from runtime.common.errors import RequestError
-from runtime.common.protocol import NewRequest, SampledToken
-from runtime.common.sampling_params import SamplingParams
-from workers.sampling.grammar import Follower, Grammars
-from workers.sampling.gumbel_max import BROKEN, choose_tokens, rows_of
-from workers.sampling.gumbel_noise import noise_key
-from workers.sampling.logprobs import Pairs, logprobs_of
+from runtime.common.protocol import SampledToken
+from workers.batch import RequestState
+from workers.sampling.grammar import GrammarCompiler
+from workers.sampling.gumbel_max import NON_FINITE, noise_key, sample_tokens, select_rows
+from workers.sampling.logprobs import TopLogprobs, compute_logprobs
 
-BROKEN_TEXT = (
+NON_FINITE_MESSAGE = (
     "the model gave logits that are not finite (NaN or infinity) for this request; other requests are not affected. "
     "If this happens again, weights or dtype are at fault: try --dtype float32"
 )
 
 MAX_GATHERED = 2**25
-"""Logits gathered at once; more rows go in several rounds, so that memory stays bounded."""
+"""Largest number of logits gathered at once; more rows are gathered in several rounds, which bounds memory."""
 
-_BYTES = torch.arange(256).unsqueeze(-1) >> torch.arange(8)
-_CHANGES = torch.zeros(256, 8).masked_fill_(_BYTES & 1 == 0, float("-inf"))
-"""For each byte of a mask, what is added to the logits of its eight tokens."""
-
-
-@dataclass(slots=True)
-class _State:
-    """What sampling has to know of one request. All but the first two are rank 0's alone, or None if not needed.
-
-    Attributes:
-        num_output: output tokens so far: the index of the next one.
-        barred: ids that may not be sampled before ``min_tokens``, int64.
-        biased: ids that have a bias, int64, and the biases, float32.
-        seen: whether a token is in prompt or output, bool [V].
-        counts: how often it is in the output, float32 [V].
-        output: the output so far, for a grammar that is not followed yet.
-        follower: where in its grammar the output is.
-        failure: why the request cannot go on, where that is its grammar.
-        broken: whether it has had logits that are not finite.
-    """
-
-    params: SamplingParams
-    num_output: int
-    barred: torch.Tensor | None = None
-    biased: tuple[torch.Tensor, torch.Tensor] | None = None
-    seen: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    output: tuple[int, ...] = ()
-    follower: Follower | None = None
-    failure: str = ""
-    broken: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether only the likeliest token is wanted, and nothing else about the row."""
-        params = self.params
-        return (
-            params.greedy
-            and params.logprobs is None
-            and not params.penalized
-            and params.min_tokens == 0
-            and not params.logit_bias
-            and params.structured_outputs is None
-        )
+_BITS = torch.arange(256).unsqueeze(-1) >> torch.arange(8)
+_MASK_BIAS = torch.zeros(256, 8).masked_fill_(_BITS & 1 == 0, float("-inf"))
+"""[256, 8]: for each byte of a bitmask, the bias added to the logits of its eight tokens."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Drawn:
-    """Rank 0's choice for one row."""
+class _Sampled:
+    """The token of one row, or NON_FINITE, and its log-probabilities if requested."""
 
     token_id: int
     logprob: float | None = None
-    top: Pairs = ()
+    top: TopLogprobs = ()
 
 
 class Sampler:
-    """Samples for the requests it was told of. Making one, and sampling, are collective: every rank does the same.
+    """Samples the next token of each request. Construction and sampling are collective calls.
 
     Args:
-        group: the ranks.
-        vocab_shard: this rank's part of the vocabulary.
-        vocab_size: of the whole.
-        device: where the logits are.
-        eos_token_ids: tokens that ``min_tokens`` keeps from being sampled, besides a request's own stop tokens, and
-            that end what matches a grammar.
-        checkpoint: folder of the tokenizer, which only requests with a grammar need.
+        group: the tensor-parallel group.
+        vocab_shard: this rank's shard of the vocabulary.
+        vocab_size: of the whole vocabulary.
+        device: of the logits.
+        eos_token_ids: tokens that end an output that matches a grammar; with a request's stop tokens, those that
+            ``min_tokens`` suppresses.
+        checkpoint: folder with the tokenizer, read for requests with a grammar only.
 
     Raises:
-        ValueError: the ranks' shards are not neighbours that make up the vocabulary.
+        ValueError: the ranks' shards do not form the vocabulary in rank order.
     """
 
     def __init__(
@@ -121,115 +80,92 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._eos_token_ids = tuple(eos_token_ids)
-        self._grammars = Grammars(checkpoint, eos_token_ids, vocab_size)
-        self._states: dict[int, _State] = {}
+        self._grammars = GrammarCompiler(checkpoint, eos_token_ids, vocab_size)
         own = torch.tensor([vocab_shard.start, vocab_shard.size], device=device)
         self._shards = [Shard(start, size) for start, size in group.all_gather(own).tolist()]
         ends = [0, *(shard.stop for shard in self._shards)]
         if [shard.start for shard in self._shards] != ends[:-1] or ends[-1] != vocab_size:
             raise ValueError(f"the ranks hold {self._shards} of a vocabulary of {vocab_size}: not all of it, in order")
 
-    def add(self, request: NewRequest) -> None:
-        """Take a request that was not known, or that was dropped: its tokens so far are prompt and output."""
-        params = request.sampling
-        output = request.token_ids[request.num_prompt_tokens :]
-        state = _State(params, len(output))
-        self._states[request.req_id] = state
-        if self._group.rank != 0:
-            return
-        barred = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
-        if params.min_tokens and barred:
-            state.barred = torch.tensor(sorted(barred), device=self._device)
-        if params.logit_bias:
-            ids, biases = zip(*params.logit_bias, strict=True)
-            state.biased = torch.tensor(ids, device=self._device), self._floats(biases)
-        if params.penalized:
-            state.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-            state.seen[torch.tensor(request.token_ids, device=self._device)] = True
-            ids = torch.tensor(output, dtype=torch.int64, device=self._device)
-            state.counts = torch.bincount(ids, minlength=self._vocab_size).float()
-        if params.structured_outputs is not None:
-            state.output = output
-
-    def drop(self, req_id: int) -> None:
-        """Forget a request."""
-        self._states.pop(req_id, None)
-
-    def mark_broken(self, req_id: int) -> None:
-        """On rank 0: the model gave this request logits that are not finite, if not those of its next token."""
-        self._states[req_id].broken = True
-
-    def sample(self, local_logits: torch.Tensor, req_ids: Sequence[int]) -> tuple[list[int], list[SampledToken] | None]:
-        """Choose the next token of each request, and count it to its output.
+    def sample(self, local_logits: torch.Tensor, requests: Sequence[RequestState]) -> list[SampledToken]:
+        """Sample the next token of each request and append it to the request, on every rank.
 
         Args:
-            local_logits: [n, V_local], this rank's part of each row, in any floating dtype; sampling is in float32.
-            req_ids: the n requests the rows belong to, in the same order on every rank.
+            local_logits: [n, V_local], this rank's shard of each row, in any floating dtype; sampling is in float32.
+            requests: the n requests of the rows, in the same order on every rank.
 
         Returns:
-            the n token ids, on every rank; and what rank 0 reports of them, None on the others. A row that is not
-            finite, or whose grammar cannot be followed, gives token 0 and an error.
+            on rank 0 the n results, on the others nothing. A row whose logits are not finite, or whose grammar has
+            failed, gets token 0 and an error.
         """
-        if local_logits.shape != (len(req_ids), self._shard.size):
+        if local_logits.shape != (len(requests), self._shard.size):
             raise ValueError(
-                f"rank {self._group.rank} got logits {tuple(local_logits.shape)} for {len(req_ids)} requests and "
+                f"rank {self._group.rank} got logits {tuple(local_logits.shape)} for {len(requests)} requests and "
                 f"{self._shard.size} tokens of the vocabulary"
             )
-        states = [self._states[req_id] for req_id in req_ids]
-        drawn: list[_Drawn] = [_Drawn(BROKEN)] * len(states)
-        plain = [row for row, state in enumerate(states) if state.plain]
-        others = [row for row, state in enumerate(states) if not state.plain]
-        if plain:
-            for row, token_id in zip(plain, self._best(rows_of(local_logits, plain)), strict=True):
-                drawn[row] = _Drawn(token_id)
-        self._grammars.begin_step()
-        at_once = max(1, MAX_GATHERED // self._vocab_size)
-        for first in range(0, len(others), at_once):
-            rows = others[first : first + at_once]
-            chosen = self._draw_on_rank_0(rows_of(local_logits, rows), [states[row] for row in rows])
-            for row, draw in zip(rows, chosen, strict=True):
-                drawn[row] = draw
-        for state, draw in zip(states, drawn, strict=True):
-            _count(state, draw.token_id)
-        token_ids = [max(draw.token_id, 0) for draw in drawn]
+        sampled: list[_Sampled] = [_Sampled(NON_FINITE)] * len(requests)
+        greedy = [row for row, request in enumerate(requests) if request.argmax_only]
+        if greedy:
+            logits = local_logits if len(greedy) == len(requests) else select_rows(local_logits, greedy)
+            for row, token_id in zip(greedy, self._argmax(logits), strict=True):
+                sampled[row] = _Sampled(token_id)
+        if len(greedy) < len(requests):
+            self._sample_on_rank_0(local_logits, requests, sampled)
+        for request, token in zip(requests, sampled, strict=True):
+            _append(request, token.token_id)
         if self._group.rank != 0:
-            return token_ids, None
-        reports = zip(req_ids, drawn, states, strict=True)
-        return token_ids, [_report(req_id, draw, state) for req_id, draw, state in reports]
+            return []
+        return [_result(request, token) for request, token in zip(requests, sampled, strict=True)]
 
-    def _best(self, local_logits: torch.Tensor) -> list[int]:
-        """The likeliest token of each row, the lowest of equals, on every rank; BROKEN for rows that are not finite."""
-        # max() carries a NaN along and gives the first of equals, within a shard as well as among the ranks below.
-        values, places = local_logits.max(dim=-1)
-        offer = torch.stack((values.float().view(torch.int32), (places + self._shard.start).to(torch.int32)))
-        offers = self._group.all_gather(offer)
-        values, ranks = offers[:, 0].view(torch.float32).max(dim=0)
-        token_ids = offers[:, 1].gather(0, ranks.unsqueeze(0)).squeeze(0)
-        return torch.where(values.isfinite(), token_ids, BROKEN).tolist()
+    def _argmax(self, local_logits: torch.Tensor) -> list[int]:
+        """The argmax of each row, the lowest id of equals, on every rank; NON_FINITE for rows that are not finite."""
+        # max() propagates NaN and returns the first of equals, within a shard as well as among the ranks below.
+        values, indices = local_logits.max(dim=-1)
+        candidate = torch.stack((values.float().view(torch.int32), (indices + self._shard.start).to(torch.int32)))
+        candidates = self._group.all_gather(candidate)
+        values, ranks = candidates[:, 0].view(torch.float32).max(dim=0)
+        token_ids = candidates[:, 1].gather(0, ranks.unsqueeze(0)).squeeze(0)
+        return torch.where(values.isfinite(), token_ids, NON_FINITE).tolist()
 
-    def _draw_on_rank_0(self, local_logits: torch.Tensor, states: Sequence[_State]) -> list[_Drawn]:
-        """Gather the rows on rank 0 and sample there. The other ranks learn the tokens only."""
-        # Before the rows: a GPU computes them meanwhile.
-        masks = self._masks(states) if self._group.rank == 0 else None
+    def _sample_on_rank_0(
+        self, local_logits: torch.Tensor, requests: Sequence[RequestState], sampled: list[_Sampled]
+    ) -> None:
+        """Sample the rows that need whole logits, in rounds of bounded memory, into ``sampled``."""
+        rows = [row for row, request in enumerate(requests) if not request.argmax_only]
+        if any(requests[row].params.structured_outputs is not None for row in rows):
+            self._grammars.begin_step()
+        rows_per_round = max(1, MAX_GATHERED // self._vocab_size)
+        for first in range(0, len(rows), rows_per_round):
+            some = rows[first : first + rows_per_round]
+            tokens = self._sample_round(select_rows(local_logits, some), [requests[row] for row in some])
+            for row, token in zip(some, tokens, strict=True):
+                sampled[row] = token
+
+    def _sample_round(self, local_logits: torch.Tensor, requests: Sequence[RequestState]) -> list[_Sampled]:
+        """Gather the rows on rank 0, sample there, and broadcast the token ids."""
+        # Before the gather: a GPU computes the logits meanwhile.
+        masks = self._grammar_masks(requests) if self._group.rank == 0 else None
         logits = self._gather(local_logits)
-        token_ids = torch.empty(len(states), dtype=torch.int64, device=self._device)
-        details: dict[int, _Drawn] = {}
+        token_ids = torch.empty(len(requests), dtype=torch.int64, device=self._device)
+        with_logprobs: dict[int, _Sampled] = {}
         if logits is not None:
-            wanted = [row for row, state in enumerate(states) if state.params.logprobs is not None]
-            raw = logits[wanted]  # A copy.
-            for row, state in enumerate(states):
-                _adjust(logits[row], state)
+            rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+            raw = logits[rows]  # A copy.
+            for row, request in enumerate(requests):
+                if not request.prepared:
+                    self._prepare(request)
+                _process_logits(logits[row], request)
             if masks is not None:
                 _apply_masks(logits, *masks)
-            keys = [noise_key(state.params.seed or 0, state.num_output) for state in states]
-            token_ids = choose_tokens(logits, [state.params for state in states], keys)
-            if wanted:
-                details = _details(raw, token_ids, wanted, states)
-        told = self._group.broadcast(token_ids).tolist()
-        return [details.get(row, _Drawn(token_id)) for row, token_id in enumerate(told)]
+            keys = [noise_key(request.params.seed or 0, request.num_output) for request in requests]
+            token_ids = sample_tokens(logits, [request.params for request in requests], keys)
+            if rows:
+                with_logprobs = _add_logprobs(raw, token_ids, rows, requests)
+        received = self._group.broadcast(token_ids).tolist()
+        return [with_logprobs.get(row, _Sampled(token_id)) for row, token_id in enumerate(received)]
 
     def _gather(self, local_logits: torch.Tensor) -> torch.Tensor | None:
-        """Whole rows in float32 [n, V] on rank 0, its own to change; None on the others."""
+        """Whole rows in float32 [n, V] on rank 0, a copy; None on the others."""
         if self._group.size == 1:
             return local_logits.to(torch.float32, copy=True)
         padding = max(shard.size for shard in self._shards) - self._shard.size
@@ -241,93 +177,107 @@ class Sampler:
         parts = [part[:, : shard.size] for part, shard in zip(gathered, self._shards, strict=True)]
         return torch.cat(parts, dim=-1).float()
 
-    def _masks(self, states: Sequence[_State]) -> tuple[list[int], torch.Tensor] | None:
-        """The rows that follow a grammar, and what each allows: uint8 [rows, V / 8], a bit for each token.
+    def _prepare(self, request: RequestState) -> None:
+        """Build the tensors with which the request's logits are processed, from its tokens so far."""
+        params, output = request.params, request.output
+        suppressed = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and suppressed:
+            request.suppressed_ids = torch.tensor(sorted(suppressed), device=self._device)
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            bias = torch.tensor(biases, dtype=torch.float32, device=self._device)
+            request.bias = torch.tensor(ids, device=self._device), bias
+        if params.penalized:
+            request.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
+            request.seen[torch.from_numpy(request.token_ids[: request.num_tokens]).to(self._device)] = True
+            counted = torch.tensor(output, dtype=torch.int64, device=self._device)
+            request.output_counts = torch.bincount(counted, minlength=self._vocab_size).float()
+        request.prepared = True
 
-        A request that cannot go on fails, and is not among them.
+    def _grammar_masks(self, requests: Sequence[RequestState]) -> tuple[list[int], torch.Tensor] | None:
+        """The rows with a grammar, and their bitmasks: uint8 [rows, ceil(V / 8)]; None if there is no such row.
+
+        A request whose grammar fails is marked failed and left out.
         """
         rows: list[int] = []
         masks: list[torch.Tensor] = []
-        for row, state in enumerate(states):
-            outputs = state.params.structured_outputs
-            if outputs is None or state.failure:
+        for row, request in enumerate(requests):
+            outputs = request.params.structured_outputs
+            if outputs is None or request.failure:
                 continue
             try:
-                if state.follower is None:
-                    state.follower = self._grammars.follow(outputs, state.output)
-                    state.output = ()
-                masks.append(torch.from_numpy(state.follower.allowed()))
+                if request.matcher is None:
+                    request.matcher = self._grammars.make_matcher(outputs, request.output)
+                masks.append(torch.from_numpy(request.matcher.allowed_tokens()))
                 rows.append(row)
             except RequestError as error:
-                state.failure = str(error)
+                request.failure = str(error)
         return (rows, torch.stack(masks).to(self._device)) if rows else None
 
-    def _floats(self, numbers: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.float32, device=self._device)
 
-
-def _adjust(logits: torch.Tensor, state: _State) -> None:
-    """Change one row [V] in place: biases, penalties for tokens that were there, no end before ``min_tokens``."""
-    params = state.params
-    if state.biased is not None:
-        ids, biases = state.biased
+def _process_logits(logits: torch.Tensor, request: RequestState) -> None:
+    """Apply logit bias, penalties and suppressed tokens to one row [V], in place."""
+    params = request.params
+    if request.bias is not None:
+        ids, biases = request.bias
         logits.index_add_(0, ids, biases)
-    if state.seen is not None and state.counts is not None:
+    if request.seen is not None and request.output_counts is not None:
         if params.repetition_penalty != 1.0:
             less = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            logits.copy_(torch.where(state.seen, less, logits))
-        logits -= params.frequency_penalty * state.counts
-        logits -= params.presence_penalty * (state.counts > 0)
-    if state.barred is not None and state.num_output < params.min_tokens:
-        logits[state.barred] = float("-inf")
+            logits.copy_(torch.where(request.seen, less, logits))
+        logits -= params.frequency_penalty * request.output_counts
+        logits -= params.presence_penalty * (request.output_counts > 0)
+    if request.suppressed_ids is not None and request.num_output < params.min_tokens:
+        logits[request.suppressed_ids] = float("-inf")
 
 
 def _apply_masks(logits: torch.Tensor, rows: list[int], masks: torch.Tensor) -> None:
-    """In some rows of ``logits`` [n, V], in place, leave only what their masks, uint8 [rows, V / 8], allow."""
-    # Adding is much quicker than filling by a mask, and leaves what is not finite so: such a row is found broken.
-    changes = functional.embedding(masks.to(torch.int32), _CHANGES.to(masks.device))
-    for row, change in zip(rows, changes.view(len(rows), -1), strict=True):
-        logits[row] += change[: logits.shape[-1]]
+    """Mask the given rows of ``logits`` [n, V] in place by bitmasks, uint8 [rows, ceil(V / 8)]."""
+    # Adding is much faster than masked_fill, and keeps NaN and infinity, so that such a row is still detected.
+    biases = functional.embedding(masks.to(torch.int32), _MASK_BIAS.to(masks.device))
+    for row, bias in zip(rows, biases.view(len(rows), -1), strict=True):
+        logits[row] += bias[: logits.shape[-1]]
 
 
-def _count(state: _State, token_id: int) -> None:
-    """Count a sampled token, or BROKEN, to the request's output."""
-    if state.follower is not None and not state.failure and token_id != BROKEN:
+def _append(request: RequestState, token_id: int) -> None:
+    """Append a sampled token, or token 0 for NON_FINITE, to the request: tokens, grammar and penalty counts."""
+    if request.matcher is not None and not request.failure and token_id != NON_FINITE:
         try:
-            state.follower.accept(token_id)
+            request.matcher.accept(token_id)
         except RequestError as error:
-            state.failure = str(error)
-    state.num_output += 1
-    if state.seen is not None and state.counts is not None:
-        state.seen[max(token_id, 0)] = True
-        state.counts[max(token_id, 0)] += 1
+            request.failure = str(error)
+    token_id = max(token_id, 0)
+    request.append_token(token_id)
+    if request.seen is not None and request.output_counts is not None:
+        request.seen[token_id] = True
+        request.output_counts[token_id] += 1
 
 
-def _report(req_id: int, draw: _Drawn, state: _State) -> SampledToken:
-    """What the driver hears of a row."""
-    if state.failure:
-        return SampledToken(req_id, 0, error=state.failure)
-    if state.broken or draw.token_id == BROKEN:
-        return SampledToken(req_id, 0, error=BROKEN_TEXT, broken=True)
-    return SampledToken(req_id, draw.token_id, draw.logprob, draw.top)
+def _result(request: RequestState, sampled: _Sampled) -> SampledToken:
+    """The result that rank 0 sends to the driver."""
+    if request.failure:
+        return SampledToken(request.req_id, 0, error=request.failure)
+    if request.non_finite or sampled.token_id == NON_FINITE:
+        return SampledToken(request.req_id, 0, error=NON_FINITE_MESSAGE, broken=True)
+    return SampledToken(request.req_id, sampled.token_id, sampled.logprob, sampled.top)
 
 
-def _details(
-    raw: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int], states: Sequence[_State]
-) -> dict[int, _Drawn]:
-    """What is reported of the rows that want logprobs, unless they are broken.
+def _add_logprobs(
+    raw: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[int], requests: Sequence[RequestState]
+) -> dict[int, _Sampled]:
+    """By row, the tokens with log-probabilities of the rows that request them and are finite.
 
     Args:
-        raw: [len(rows), V], their logits as they came.
-        token_ids: int64 [n], the tokens that were chosen for all rows.
-        rows: places among ``states``, at least one.
-        states: of all rows.
+        raw: [len(rows), V], unprocessed logits of these rows.
+        token_ids: int64 [n], sampled tokens of all rows.
+        rows: indices into ``requests``, at least one.
+        requests: of all rows.
     """
     chosen = token_ids[rows]
-    most = max(states[row].params.logprobs or 0 for row in rows)
-    found = logprobs_of(raw, chosen, most)
+    num_top = max(requests[row].params.logprobs or 0 for row in rows)
+    found = compute_logprobs(raw, chosen, num_top)
     return {
-        row: _Drawn(token_id, logprob, top[: states[row].params.logprobs])
+        row: _Sampled(token_id, logprob, top[: requests[row].params.logprobs])
         for row, token_id, (logprob, top) in zip(rows, chosen.tolist(), found, strict=True)
-        if token_id != BROKEN
+        if token_id != NON_FINITE
     }

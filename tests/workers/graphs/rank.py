@@ -126,7 +126,7 @@ class Rank:
         if size is not None:
             choice = Dispatch(GraphMode.NONE, size)
         plan = self._plan(step)
-        self.buffers.apply(plan)
+        self.buffers.update_requests(plan)
         batch = self.buffers.fill(plan, choice.size)
         hidden = self.graphs.run(choice, batch.metadata).clone()
         return Outcome(choice, hidden[: batch.num_tokens], hidden[batch.num_tokens :])

@@ -86,7 +86,7 @@ def test_buffers_of_another_size_are_noticed() -> None:
     one = rank(FULL)
     one.graphs.capture()
     plan = one._plan([(0, 1), (1, 1), (2, 1)])
-    one.buffers.apply(plan)
+    one.buffers.update_requests(plan)
     batch = one.buffers.fill(plan, 3)
     with pytest.raises(AssertionError, match="filled to 3 rows, the step was to have 4"):
         one.graphs.run(one.graphs.choose(3, 3, 1), batch.metadata)
@@ -97,7 +97,7 @@ def test_time_within_ops_is_part_of_the_time_of_a_step(compiled: Any) -> None:
     timed = rank(FULL, compiled=compiled)
     timed.graphs.capture()
     plan = timed._plan([(0, 1)])
-    timed.buffers.apply(plan)
+    timed.buffers.update_requests(plan)
     metadata, choice = timed.buffers.fill(plan, 1).metadata, timed.graphs.choose(1, 1, 1)
     expected = timed.graphs.run(choice, metadata).clone()
     started = time.perf_counter()

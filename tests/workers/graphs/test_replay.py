@@ -84,7 +84,7 @@ def test_result_is_a_static_buffer() -> None:
     addresses = set[int]()
     for step in ([(0, 1)], [(0, 1), (1, 1)], [(0, 7)]):
         plan = rank._plan(step)
-        rank.buffers.apply(plan)
+        rank.buffers.update_requests(plan)
         choice = rank.graphs.choose(sum(n for _, n in step), len(step), 1 if step[0][1] == 1 else None)
         addresses.add(rank.graphs.run(choice, rank.buffers.fill(plan, choice.size).metadata).data_ptr())
     assert len(addresses) == 1

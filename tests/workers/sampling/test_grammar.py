@@ -1,4 +1,4 @@
-"""Rows that follow a grammar: whatever the logits are, texts match what was asked, judged by jsonschema and re."""
+"""Structured output: for any logits, texts match the grammar, as checked by jsonschema and re."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from runtime.common.protocol import NewRequest
 from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
 from tests.small_tokenizer import BOS, EOS, write_tokenizer
-from workers.sampling import grammar as structured_module
-from workers.sampling.sampler import BROKEN_TEXT, Sampler
+from tests.workers.sampling.harness import SamplerHarness
+from workers.sampling import grammar as grammar_module
+from workers.sampling.sampler import NON_FINITE_MESSAGE, Sampler
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 303
@@ -54,7 +55,7 @@ OUTPUTS: list[dict[str, Any]] = [
 
 
 def matches(text: str, outputs: dict[str, Any]) -> bool:
-    """Whether a text is what was asked for, by other means than ours."""
+    """Whether a text matches the grammar, checked with other libraries."""
     if "json" in outputs:
         jsonschema.Draft202012Validator(outputs["json"]).validate(json.loads(text))
         return True
@@ -72,10 +73,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_sampler(folder: Path, group: TensorParallelGroup | None = None) -> Sampler:
+def make_sampler(folder: Path, group: TensorParallelGroup | None = None) -> SamplerHarness:
     group = group or single_rank_group(CPU)
     shard = split(VOCAB_SIZE, group.size, 1)[group.rank]
-    return Sampler(group, shard, VOCAB_SIZE, CPU, eos_token_ids=(EOS, 999), checkpoint=str(folder))
+    sampler = Sampler(group, shard, VOCAB_SIZE, CPU, eos_token_ids=(EOS, 999), checkpoint=str(folder))
+    return SamplerHarness(sampler, group.rank)
 
 
 def request(req_id: int, outputs: dict[str, Any], output: Sequence[int] = (), **params: Any) -> NewRequest:
@@ -91,8 +93,8 @@ def text_of(folder: Path, token_ids: Sequence[int]) -> str:
     return Tokenizer.from_file(str(folder / "tokenizer.json")).decode(list(token_ids), skip_special_tokens=True)
 
 
-def run_to_the_end(sampler: Sampler, group: TensorParallelGroup, requests: list[NewRequest]) -> list[list[int]]:
-    """Tokens of every request until each has ended, in shrinking batches; the logits are random."""
+def run_to_the_end(sampler: SamplerHarness, group: TensorParallelGroup, requests: list[NewRequest]) -> list[list[int]]:
+    """Sample every request until EOS, in shrinking batches of random logits; returns the tokens."""
     outputs: dict[int, list[int]] = {r.req_id: [] for r in requests}
     for new in requests:
         sampler.add(new)
@@ -111,7 +113,7 @@ def run_to_the_end(sampler: Sampler, group: TensorParallelGroup, requests: list[
 
 
 def _mixed(group: TensorParallelGroup, folder: str) -> list[list[int]]:
-    """Six kinds of grammar in four settings of sampling, and requests without any among them."""
+    """Six kinds of grammar with four sets of sampling parameters, and two requests without a grammar."""
     settings: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"temperature": 1.7, "top_p": 0.9}, {"logprobs": 2}]
     requests = [
         request(i, OUTPUTS[i % 6], **settings[i % 4], repetition_penalty=1.2 if i == 7 else 1.0) for i in range(24)
@@ -125,7 +127,7 @@ def mixed(folder: Path) -> list[list[int]]:
     return _mixed(single_rank_group(CPU), str(folder))
 
 
-def test_every_output_is_what_was_asked_for(folder: Path, mixed: list[list[int]]) -> None:
+def test_every_output_matches_its_grammar(folder: Path, mixed: list[list[int]]) -> None:
     texts = [text_of(folder, output) for output in mixed[:24]]
     assert all(output[-1] == EOS and EOS not in output[:-1] for output in mixed[:24])
     assert all(matches(text, OUTPUTS[i % 6]) for i, text in enumerate(texts)), texts
@@ -133,11 +135,11 @@ def test_every_output_is_what_was_asked_for(folder: Path, mixed: list[list[int]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_cut_gives_the_same(size: int, folder: Path, mixed: list[list[int]]) -> None:
+def test_outputs_do_not_depend_on_the_number_of_ranks(size: int, folder: Path, mixed: list[list[int]]) -> None:
     assert run_ranks(_mixed, size, str(folder)) == [mixed] * size
 
 
-def test_company_does_not_matter(folder: Path, mixed: list[list[int]]) -> None:
+def test_outputs_do_not_depend_on_the_batch(folder: Path, mixed: list[list[int]]) -> None:
     for req_id in (0, 1, 10):
         settings: dict[str, Any] = [{}, {"temperature": 0.0}, {"temperature": 1.7, "top_p": 0.9}][req_id % 4]
         sampler = make_sampler(folder)
@@ -147,7 +149,7 @@ def test_company_does_not_matter(folder: Path, mixed: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("outputs", OUTPUTS[:4], ids=lambda outputs: str(outputs)[:20])
-def test_coming_back_with_its_output_continues(folder: Path, outputs: dict[str, Any]) -> None:
+def test_preempted_request_continues_its_output(folder: Path, outputs: dict[str, Any]) -> None:
     [whole] = run_to_the_end(make_sampler(folder), single_rank_group(CPU), [request(0, outputs)])
     for known in {1, len(whole) // 2, len(whole) - 1}:
         sampler = make_sampler(folder)
@@ -156,8 +158,8 @@ def test_coming_back_with_its_output_continues(folder: Path, outputs: dict[str, 
         assert whole[:known] + rest == whole
 
 
-def test_nothing_but_what_matches_can_come_even_if_unlikely(folder: Path) -> None:
-    """Of all first tokens only beginnings of a choice are left, and of those the likeliest is taken."""
+def test_unlikely_tokens_are_sampled_if_only_they_match(folder: Path) -> None:
+    """Only first tokens that begin a choice remain, and greedy takes the likeliest of them."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     beginnings = [
         token_id
@@ -173,13 +175,13 @@ def test_nothing_but_what_matches_can_come_even_if_unlikely(folder: Path) -> Non
         assert tokens is not None
         best = max(beginnings, key=lambda token_id: float(logits[0, token_id]))
         assert tokens[0].token_id == best
-        # Log-probabilities are of the row as it came: those of tokens that may not come are reported, too.
+        # Log-probabilities are of unprocessed logits: masked tokens are reported, too.
         expected = logits[0].log_softmax(dim=-1)
         assert tokens[0].logprob == pytest.approx(float(expected[best]))
         assert [token_id for token_id, _ in tokens[0].top_logprobs] == expected.topk(3).indices.tolist()
 
 
-def test_among_what_matches_the_distribution_is_the_models(folder: Path) -> None:
+def test_matching_tokens_have_the_models_distribution(folder: Path) -> None:
     digits = [Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(digit) for digit in "0123456789"]
     logits, rows = logits_of(1, 3).div(2), 4000
     sampler = make_sampler(folder)
@@ -193,18 +195,18 @@ def test_among_what_matches_the_distribution_is_the_models(folder: Path) -> None
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_when_nothing_may_follow_only_an_end_is_left(folder: Path, ignore_eos: bool) -> None:
+def test_complete_output_allows_eos_only(folder: Path, ignore_eos: bool) -> None:
     sampler = make_sampler(folder)
     sampler.add(request(0, {"regex": "n"}, ignore_eos=ignore_eos, logit_bias={EOS: -100.0}))
     tokens = [sampler.sample(logits_of(1, step), [0])[1] for step in range(4)]
     assert [t[0].token_id for t in tokens if t][1:] == [EOS] * 3
     assert not any(t[0].error for t in tokens if t)
-    # It may also come back so, from a driver that has ignored the first end.
+    # A request may also be added with these EOS tokens, after a preemption.
     sampler.add(request(1, {"regex": "n"}, [t[0].token_id for t in tokens if t], ignore_eos=ignore_eos))
     assert sampler.sample(logits_of(1, 9), [1])[0] == [EOS]
 
 
-def test_biases_count_among_what_matches(folder: Path) -> None:
+def test_logit_bias_applies_to_matching_tokens(folder: Path) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     quote, brace = tokenizer.token_to_id('"'), tokenizer.token_to_id("}")
     requests = [request(i, {"json_object": True}, logit_bias={quote: 6.0, brace: 9.0}) for i in range(6)]
@@ -212,16 +214,16 @@ def test_biases_count_among_what_matches(folder: Path) -> None:
         assert isinstance(json.loads(text_of(folder, output)), dict)
 
 
-# ---- what goes wrong ends the request alone
+# ---- errors end their request only
 
 
-def test_what_cannot_be_followed_fails_alone(folder: Path) -> None:
+def test_grammar_errors_fail_their_request_only(folder: Path) -> None:
     sampler = make_sampler(folder)
     sampler.add(request(0, {"json": {"type": "objec"}}))
     sampler.add(request(1, {"regex": "[0-9]+"}))
     sampler.add(request(2, {"regex": "[0-9]+"}, [3, 4, 5]))
     sampler.add(NewRequest(3, (BOS,), 1, SamplingParams(seed=3)))
-    panics = r"((([^a])|(b|\w|\s))|((\p{L})|\w)|(bab){0,1000}|\s.)"  # A defect of the library.
+    panics = r"((([^a])|(b|\w|\s))|((\p{L})|\w)|(bab){0,1000}|\s.)"  # A bug of llguidance.
     sampler.add(request(4, {"regex": panics}))
     for step in range(2):
         token_ids, tokens = sampler.sample(logits_of(5, step), [0, 1, 2, 3, 4])
@@ -244,7 +246,7 @@ def test_a_checkpoint_without_a_tokenizer_fails_the_request(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_row_that_is_not_finite_is_found_also_where_nothing_may_come(folder: Path, value: str) -> None:
+def test_non_finite_logits_of_masked_tokens_are_detected(folder: Path, value: str) -> None:
     for token_id in (BOS, Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("7")):
         sampler = make_sampler(folder)
         for req_id in range(2):
@@ -253,11 +255,11 @@ def test_a_row_that_is_not_finite_is_found_also_where_nothing_may_come(folder: P
         logits[1, token_id] = float(value)
         _, tokens = sampler.sample(logits, [0, 1])
         assert tokens is not None
-    assert [(token.error, token.broken) for token in tokens] == [("", False), (BROKEN_TEXT, True)]
+    assert [(token.error, token.broken) for token in tokens] == [("", False), (NON_FINITE_MESSAGE, True)]
 
 
-def test_one_step_makes_ready_only_so_many_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structured_module, "STEP_SECONDS", 0.0)
+def test_compiling_grammars_in_one_step_is_limited_in_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "STEP_SECONDS", 0.0)
     sampler = make_sampler(folder)
     for req_id, regex in enumerate(("a", "a", "b")):
         sampler.add(request(req_id, {"regex": regex}))
@@ -271,11 +273,9 @@ def test_one_step_makes_ready_only_so_many_grammars(folder: Path, monkeypatch: p
     assert not tokens[0].error
 
 
-def test_old_grammars_are_forgotten(folder: Path) -> None:
+def test_cache_of_grammars_is_bounded(folder: Path) -> None:
     sampler = make_sampler(folder)
-    for req_id in range(structured_module.KEPT_GRAMMARS + 5):
+    for req_id in range(grammar_module.CACHED_GRAMMARS + 5):
         sampler.add(request(req_id, {"regex": f"{req_id}"}))
         sampler.sample(logits_of(1, 0), [req_id])
-        sampler.drop(req_id)
-    assert len(sampler._grammars._ready) == structured_module.KEPT_GRAMMARS
-    assert not sampler._states
+    assert len(sampler.sampler._grammars._compiled) == grammar_module.CACHED_GRAMMARS

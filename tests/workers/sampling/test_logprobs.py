@@ -1,8 +1,7 @@
-"""Log-probabilities of prompts against transformers' log_softmax: at every TP size, in chunks, and after preemption."""
+"""Prompt log-probabilities against transformers' log_softmax: at TP sizes 1 to 3, in chunks, and after preemption."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.shard import Shard
 from runtime.common.config import EngineConfig, resolve
 from runtime.common.model_config import load_model_config
-from runtime.common.protocol import NewRequest, PromptLogprobs, ScheduledRequest, StepPlan
+from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
 from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
+from workers.batch import PromptSpan, RequestState
 from workers.runner import ModelRunner
-from workers.sampling.logprobs import PromptScorer, PromptSpan, is_finite, logprobs_of
+from workers.sampling.logprobs import PromptScorer, compute_logprobs
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -26,14 +26,14 @@ Scores = dict[int, dict[int, Any]]
 
 
 def _new(
-    req_id: int, tokens: list[int], prompt: int, most: int | None, blocks: list[int]
+    req_id: int, tokens: list[int], prompt: int, num_top: int | None, blocks: list[int]
 ) -> tuple[Any, tuple[int, ...]]:
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=50, prompt_logprobs=most, logprobs=0)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=50, prompt_logprobs=num_top, logprobs=0)
     return NewRequest(req_id, tuple(tokens), prompt, params), tuple(blocks)
 
 
 def _plans(first: list[int], second: list[int], third: list[int], output: list[int]) -> list[StepPlan]:
-    """A prompt in three chunks beside a whole one, a request that wants none, a decode, and one that comes back."""
+    """A prompt in three chunks, a whole one, a request without prompt logprobs, a decode, and a preempted request."""
     a, a_blocks = _new(0, first, len(first), 5, range(8))
     b, b_blocks = _new(1, second, len(second), 0, range(8, 14))
     c, c_blocks = _new(2, third, len(third), None, range(14, 18))
@@ -48,16 +48,16 @@ def _plans(first: list[int], second: list[int], third: list[int], output: list[i
 
 
 def _run(group: TensorParallelGroup, folder: str, prompts: list[list[int]], output: list[int], rows: int) -> list[Any]:
-    """What each step reports: prompts' log-probabilities and tokens."""
+    """Prompt log-probabilities and errors of each step."""
     model = load_model_config(folder)
     config = EngineConfig(
         model=folder, max_model_len=64, block_size=BLOCK, max_num_batched_tokens=64, enforce_eager=True
     )
     config = resolve(config, model, device="cpu", executor="local")
-    runner = ModelRunner(config, model, group, ranks_on_host=group.size, faults=None)
+    runner = ModelRunner(config, model, group, ranks_on_host=group.size)
     runner.load_model()
     runner.allocate(32)
-    runner.prompt_scorer._rows_at_once = rows
+    runner.prompt_scorer._rows_per_round = rows
     results = [runner.execute(plan) for plan in _plans(*prompts, output)]
     return [
         [[(p.req_id, p.start, p.tokens) for p in result.prompt_logprobs], [t.error for t in result.tokens]]
@@ -105,25 +105,21 @@ def test_prompt_logprobs_are_transformers(size: int, rows: int) -> None:
     assert not [error for _, errors in ranks[0] for error in errors if error]
 
 
-def test_more_than_the_vocabulary_is_the_vocabulary() -> None:
+def test_more_logprobs_than_the_vocabulary_are_capped() -> None:
     scorer = PromptScorer(single_rank_group(CPU), Shard(0, 3), 3)
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    [report] = scorer.score(torch.zeros(1, 1), [PromptSpan(0, 0, 1, (2,), 20)], lambda hidden: logits)
+    request = RequestState(_new(0, [0, 2], 2, 20, [])[0], 8, 2)
+    [report] = scorer.score(torch.zeros(1, 1), [PromptSpan(request, 0, 1, (2,))], lambda hidden: logits)
     [(token_id, logprob, top)] = report.tokens
     expected = logits[0].log_softmax(dim=-1)
     assert (token_id, logprob) == (2, pytest.approx(float(expected[2])))
     assert [token for token, _ in top] == [1, 2, 0]
-    [(logprob, again)] = logprobs_of(logits, torch.tensor([2]), 20)
+    [(logprob, again)] = compute_logprobs(logits, torch.tensor([2]), 20)
     assert logprob == pytest.approx(float(expected[2]))
     assert again == tuple((token, pytest.approx(value)) for token, value in top)
 
 
-def test_rows_that_are_not_finite_are_noticed() -> None:
-    assert is_finite(PromptLogprobs(0, 1, ((3, -1.0, ()),)))
-    assert not is_finite(PromptLogprobs(0, 1, ((3, -1.0, ()), (4, math.nan, ()))))
-
-
-def test_a_prompt_that_is_not_finite_fails_its_request() -> None:
+def test_non_finite_prompt_logits_fail_their_request_only() -> None:
     from tests.checkpoints import prompts, tiny_checkpoint
 
     folder = str(tiny_checkpoint("llama"))
@@ -131,7 +127,7 @@ def test_a_prompt_that_is_not_finite_fails_its_request() -> None:
     config = resolve(
         EngineConfig(model=folder, max_model_len=64, block_size=BLOCK), model, device="cpu", executor="local"
     )
-    runner = ModelRunner(config, model, single_rank_group(CPU), ranks_on_host=1, faults=None)
+    runner = ModelRunner(config, model, single_rank_group(CPU), ranks_on_host=1)
     runner.load_model()
     runner.allocate(32)
     [prompt] = prompts(9)

@@ -1,4 +1,4 @@
-"""The sampler against transformers' logits processors, torch.argmax, and itself under other company and other cuts."""
+"""The sampler against transformers' logits processors, torch.argmax, and itself in other batches and on other ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from parallel.shard import Shard, split
 from runtime.common.protocol import NewRequest, SampledToken
 from runtime.common.sampling_params import SamplingParams
 from tests.dist.ranks import run_ranks
+from tests.workers.sampling.harness import SamplerHarness
 from workers.sampling import native_sampling
 from workers.sampling import sampler as sampler_module
-from workers.sampling.gumbel_max import NUCLEUS_WIDTH
-from workers.sampling.gumbel_noise import gumbel_noise
+from workers.sampling.gumbel_max import NUCLEUS_WIDTH, gumbel_noise
 from workers.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 EOS = 2
 
 
-def make_sampler(vocab_size: int) -> Sampler:
-    return Sampler(single_rank_group(CPU), Shard(0, vocab_size), vocab_size, CPU, eos_token_ids=(EOS,))
+def make_sampler(vocab_size: int) -> SamplerHarness:
+    return SamplerHarness(Sampler(single_rank_group(CPU), Shard(0, vocab_size), vocab_size, CPU, eos_token_ids=(EOS,)))
 
 
 def request(req_id: int, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), **params: Any) -> NewRequest:
@@ -47,12 +47,12 @@ def sample_one(
     return tokens[0]
 
 
-# ---- the likeliest token
+# ---- argmax
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_greedy_is_argmax_also_among_equals(dtype: torch.dtype) -> None:
-    logits = logits_of(64, 3001, dtype=dtype).round()  # Rounded, so that most rows have several largest values.
+    logits = logits_of(64, 3001, dtype=dtype).round()  # Rounded, so that most rows have several maxima.
     sampler = make_sampler(3001)
     for req_id in range(64):
         sampler.add(request(req_id, temperature=0.0))
@@ -122,7 +122,7 @@ def test_frequencies_are_those_of_transformers(params: dict[str, Any]) -> None:
             sampler.add(request(row, prompt, seed=1_000_000 * step + row, **params))
         token_ids, _ = sampler.sample(logits.expand(rows, -1), list(range(rows)))
         counts += torch.bincount(torch.tensor(token_ids), minlength=vocab_size)
-    assert not counts[expected == 0].any(), "a token was sampled that transformers would have cut"
+    assert not counts[expected == 0].any(), "a token was sampled that transformers masks"
     likely = expected * rows * steps >= 5
     excess = ((counts - expected * rows * steps) ** 2 / (expected * rows * steps))[likely].sum()
     degrees = max(int(likely.sum()) - 1, 1)
@@ -130,7 +130,7 @@ def test_frequencies_are_those_of_transformers(params: dict[str, Any]) -> None:
 
 
 def test_one_stream_has_the_distribution_too() -> None:
-    """The noise of successive tokens of one request is as independent as that of different requests."""
+    """Noise of successive tokens of one request is independent, like that of different requests."""
     logits, steps = torch.zeros(1, 4), 3000
     sampler = make_sampler(4)
     sampler.add(request(0, seed=3))
@@ -141,8 +141,8 @@ def test_one_stream_has_the_distribution_too() -> None:
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 3000}, {"top_k": 3000, "top_p": 0.5}], ids=str)
-def test_flat_rows_are_cut_where_transformers_cuts(params: dict[str, Any]) -> None:
-    """More candidates survive than are looked at first: the row has to be looked at again, as a whole."""
+def test_flat_rows_are_truncated_like_transformers(params: dict[str, Any]) -> None:
+    """More candidates remain than are considered first: the whole row has to be sorted."""
     logits = logits_of(1, 6000, seed=1)[0] / 30
     expected = expected_probabilities(logits, (1,), SamplingParams(**params))
     sampler = make_sampler(6000)
@@ -150,12 +150,12 @@ def test_flat_rows_are_cut_where_transformers_cuts(params: dict[str, Any]) -> No
         sampler.add(request(row, **params))
     token_ids, _ = sampler.sample(logits.expand(400, -1), list(range(400)))
     assert (expected > 0).sum() > NUCLEUS_WIDTH
-    # The border of a nucleus of thousands may lie one token further, by rounding.
+    # Rounding may move the end of a nucleus of thousands by one token.
     assert expected[token_ids].count_nonzero() >= 399
     assert len(set(token_ids)) > 300
 
 
-def test_equals_at_the_border_of_top_k_all_stay() -> None:
+def test_top_k_keeps_all_ties() -> None:
     logits = torch.zeros(200)
     logits[:3] = 1.0
     tokens = {sample_one(logits, top_k=4, seed=seed).token_id for seed in range(300)}
@@ -190,8 +190,8 @@ def test_presence_and_frequency_count_the_output_only() -> None:
         assert got.token_id == int(expected.argmax())
 
 
-def test_penalties_follow_what_is_sampled() -> None:
-    """Counting token by token is the same as being told the output when the request comes (back)."""
+def test_penalties_count_sampled_tokens() -> None:
+    """Counting token by token equals counting the whole output of a request that is added again."""
     logits = logits_of(1, 50)
     params = {"temperature": 0.0, "frequency_penalty": 1.5, "repetition_penalty": 1.3}
     sampler = make_sampler(50)
@@ -204,7 +204,7 @@ def test_penalties_follow_what_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_bars_every_end(temperature: float) -> None:
+def test_min_tokens_suppresses_eos_and_stop_tokens(temperature: float) -> None:
     logits = torch.full((1, 10), -5.0)
     logits[0, EOS], logits[0, 7] = 20.0, 19.0
     sampler = make_sampler(10)
@@ -214,7 +214,7 @@ def test_min_tokens_bars_every_end(temperature: float) -> None:
     assert tokens[3] in (EOS, 7)
 
 
-def test_min_tokens_leaves_an_ignored_end_alone() -> None:
+def test_min_tokens_does_not_suppress_an_ignored_eos() -> None:
     logits = torch.zeros(10)
     logits[EOS] = 9.0
     assert sample_one(logits, temperature=0.0, min_tokens=3, ignore_eos=True).token_id == EOS
@@ -232,7 +232,7 @@ def test_logprobs_are_of_the_raw_logits(temperature: float) -> None:
     assert all(isinstance(token_id, int) for token_id, _ in token.top_logprobs)
 
 
-def test_each_row_gets_the_logprobs_it_asked_for() -> None:
+def test_each_row_gets_its_number_of_logprobs() -> None:
     sampler = make_sampler(30)
     for req_id, wanted in enumerate((None, 0, 3, 20)):
         sampler.add(request(req_id, logprobs=wanted))
@@ -243,7 +243,7 @@ def test_each_row_gets_the_logprobs_it_asked_for() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_bias_can_force_a_token_and_bar_another(temperature: float) -> None:
+def test_a_bias_forces_one_token_and_bans_another(temperature: float) -> None:
     logits = torch.zeros(50)
     logits[6] = 20.0
     for bias, expected in (({41: 100}, {41}), ({6: -100}, set(range(50)) - {6}), ({6: -19.0, 8: 2.0}, set(range(50)))):
@@ -255,19 +255,19 @@ def test_a_bias_can_force_a_token_and_bar_another(temperature: float) -> None:
     assert token.top_logprobs == ((6, pytest.approx(float(expected_logprobs[6]))),)
 
 
-def test_what_was_said_to_be_broken_is_reported_for_that_request_only() -> None:
+def test_non_finite_prompt_logits_are_reported_for_that_request_only() -> None:
     sampler = make_sampler(20)
     for req_id, params in enumerate(({"temperature": 0.0}, {"logprobs": 1}, {})):
         sampler.add(request(req_id, **params))
     for req_id in (0, 1):
-        sampler.mark_broken(req_id)
+        sampler.requests[req_id].non_finite = True
     _, tokens = sampler.sample(logits_of(3, 20), [0, 1, 2])
     assert tokens is not None, "rank 0 reports tokens"
     assert [token.broken for token in tokens] == [bool(token.error) for token in tokens] == [True, True, False]
     assert tokens[1].logprob is None
 
 
-# ---- company, order, replay
+# ---- batch composition, order, replay
 
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -282,8 +282,8 @@ MIXED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["torch", "native"])
-def test_company_does_not_matter(kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 rounded to halves, so that equal values at the border of top-k are everywhere."""
+def test_tokens_do_not_depend_on_the_batch(kernel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 rounded to halves, so that most rows have ties at top-k."""
     monkeypatch.setattr(native_sampling._Native, "library", None)
     assert not kernel or native_sampling.use_native(str(tmp_path))
     vocab_size, steps = 997, 5
@@ -302,7 +302,7 @@ def test_company_does_not_matter(kernel: bool, tmp_path: Path, monkeypatch: pyte
             assert alone.sample(logits[step][req_id : req_id + 1], [req_id])[0] == [token_id]
 
 
-def test_coming_back_with_its_output_continues_the_stream() -> None:
+def test_preempted_request_continues_its_noise() -> None:
     logits = logits_of(1, 400)
     for params in MIXED:
         steady, moved = make_sampler(400), make_sampler(400)
@@ -310,12 +310,11 @@ def test_coming_back_with_its_output_continues_the_stream() -> None:
         output = [steady.sample(logits, [5])[0][0] for _ in range(6)]
         moved.add(request(5, (1,), tuple(output[:2]), **params))
         first = moved.sample(logits, [5])[0]
-        moved.drop(5)
         moved.add(request(5, (1,), tuple(output[:3]), **params))
         assert first + [moved.sample(logits, [5])[0][0] for _ in range(3)] == output[2:]
 
 
-def test_rows_beyond_the_memory_bound_go_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_the_memory_bound_are_sampled_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = logits_of(8, 100)
     results = []
     for bound in (2**25, 250):
@@ -327,7 +326,7 @@ def test_rows_beyond_the_memory_bound_go_in_rounds(monkeypatch: pytest.MonkeyPat
     assert results[0] == results[1]
 
 
-def test_logits_are_left_as_they_were() -> None:
+def test_logits_are_not_modified() -> None:
     logits = logits_of(8, 60)
     logits[3, 5] = float("nan")
     before = logits.clone()
@@ -358,7 +357,7 @@ def _sharded(group: TensorParallelGroup, vocab_size: int, steps: int, broken: li
     calls: list[str] = []
     _record_calls(group, calls)
     shard = split(vocab_size, group.size, 7)[group.rank]
-    sampler = Sampler(group, shard, vocab_size, CPU, eos_token_ids=(EOS,))
+    sampler = SamplerHarness(Sampler(group, shard, vocab_size, CPU, eos_token_ids=(EOS,)), group.rank)
     for req_id, params in enumerate(MIXED):
         sampler.add(request(req_id, **params))
     found: dict[str, Any] = {"tokens": [], "reports": [], "calls": calls}
@@ -392,7 +391,7 @@ def sharded(size: int, vocab_size: int, steps: int, broken: list[list[Any]]) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_cut_gives_the_same_tokens(size: int) -> None:
+def test_tokens_do_not_depend_on_the_number_of_ranks(size: int) -> None:
     [whole] = sharded(1, 1000, 4, [])
     ranks = sharded(size, 1000, 4, [])
     assert all(rank["tokens"] == whole["tokens"] for rank in ranks)
@@ -421,4 +420,4 @@ def test_data_never_changes_the_collectives() -> None:
     everywhere = [[row, token_id, "nan"] for row in range(8) for token_id in (0, 250, 499)]
     calls = [rank["calls"] for broken in ([], everywhere) for rank in sharded(3, 500, 3, broken)]
     assert all(call == calls[0] for call in calls)
-    assert len(calls[0]) == 1 + 3 * 3  # Who holds what, once; then pairs, rows, and tokens in each step.
+    assert len(calls[0]) == 1 + 3 * 3  # The shards, once; then candidates, rows, and tokens in each step.

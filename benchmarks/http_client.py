@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client over asyncio streams, for loads: requests in, status and body or server-sent events out.
+"""A minimal HTTP/1.1 client over asyncio streams for ``bench serve``: bodies and server-sent events.
 
-One connection for each request, as a client without a pool makes them. It does what ``bench serve`` needs of a server
-that speaks OpenAI's protocol, and no more: no redirects, no compression, no cookies.
+It shares the cores with the server that it measures, and needs much less CPU time for an event than httpx, whose
+layers would slow the ranks down. One connection for each request; no redirects, compression or cookies.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from urllib.parse import urlsplit
 from runtime.common.errors import InputError
 
 LINE_LIMIT = 1024 * 1024
-"""Longest line of an answer, in bytes; an event with many log-probabilities is long."""
+"""Longest line of a response, in bytes: events with many logprobs are long."""
 
 
 class HttpError(Exception):
-    """The server answered with something else than 200, or not in HTTP."""
+    """The response has another status than 200, or is not HTTP."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where to send requests.
+    """The server that receives the requests.
 
     Attributes:
         url: ``http://host:port``, without a path.
-        api_key: sent as a bearer token if not empty.
+        api_key: bearer token of every request, if not empty.
     """
 
     url: str
@@ -38,7 +38,7 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int, bool]:
-        """Host, port, and whether over TLS. Raises :class:`InputError` for a URL that is none."""
+        """Host, port, and whether to use TLS. Raises :class:`InputError` for an invalid URL."""
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -49,21 +49,21 @@ class Server:
         return parts.hostname, port or (443 if parts.scheme == "https" else 80), parts.scheme == "https"
 
     async def get(self, path: str) -> str:
-        """The body of ``path``. Raises :class:`HttpError` or OSError."""
+        """Get the body of ``path``. Raises :class:`HttpError` or OSError."""
         async with self._request("GET", path) as (_, body):
             return (await _all(body)).decode(errors="replace")
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
-        """Post ``body`` and give each event of the answer as it arrives, up to ``[DONE]``.
+        """Post ``body`` and yield each event of the response as it arrives, up to ``[DONE]``.
 
         Raises:
-            HttpError: another status than 200, or an answer that ends too early.
-            OSError: no connection, or a lost one.
+            HttpError: another status than 200, or a response that ends too early.
+            OSError: the connection failed.
         """
-        async with self._request("POST", path, json.dumps(body).encode()) as (kind, pieces):
+        async with self._request("POST", path, json.dumps(body).encode()) as (kind, chunks):
             if "text/event-stream" not in kind:
-                raise HttpError(f"the answer is {kind or 'of no type'}, not a stream of events")
-            async for line in _lines(pieces):
+                raise HttpError(f"the response is {kind or 'of no type'}, not an event stream")
+            async for line in _lines(chunks):
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()
@@ -79,7 +79,7 @@ class Server:
     async def _request(
         self, method: str, path: str, body: bytes = b""
     ) -> AsyncGenerator[tuple[str, AsyncIterator[bytes]]]:
-        """Send a request; gives the content type and the pieces of the body of a 200."""
+        """Send a request and yield the content type and the body, in chunks, of a response with status 200."""
         host, port, secure = self.address
         reader, writer = await asyncio.open_connection(host, port, ssl=secure or None, limit=LINE_LIMIT)
         try:
@@ -91,15 +91,16 @@ class Server:
             writer.write("\r\n".join([*head, "", ""]).encode() + body)
             await writer.drain()
             status, headers = await _read_head(reader)
-            pieces = _read_body(reader, headers)
+            chunks = _read_body(reader, headers)
             if status != 200:
-                raise HttpError(f"{status}: {(await _all(pieces)).decode(errors='replace'):.300}")
-            yield headers.get("content-type", ""), pieces
+                raise HttpError(f"{status}: {(await _all(chunks)).decode(errors='replace'):.300}")
+            yield headers.get("content-type", ""), chunks
         finally:
             writer.close()
 
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    """Status and headers of a response."""
     try:
         status_line = (await reader.readline()).decode("latin-1").split()
         status = int(status_line[1])
@@ -108,12 +109,12 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]
             name, _, value = line.partition(":")
             headers[name.strip().lower()] = value.strip()
     except (IndexError, ValueError):
-        raise HttpError("the server closed the connection, or its answer is not HTTP") from None
+        raise HttpError("the server closed the connection, or its response is not HTTP") from None
     return status, headers
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
-    """The body as it arrives: in chunks, of a known length, or up to the end of the connection."""
+    """Yield the body: chunked, of a known length, or up to the end of the connection."""
     try:
         if headers.get("transfer-encoding", "").lower() == "chunked":
             while size := int((await reader.readline()).split(b";")[0], 16):
@@ -122,21 +123,21 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> A
         elif "content-length" in headers:
             yield await reader.readexactly(int(headers["content-length"]))
         else:
-            while piece := await reader.read(65536):
-                yield piece
+            while chunk := await reader.read(65536):
+                yield chunk
     except (ValueError, asyncio.IncompleteReadError):
-        raise HttpError("the connection was lost before the answer was complete") from None
+        raise HttpError("the connection was lost before the response was complete") from None
 
 
-async def _all(pieces: AsyncIterator[bytes]) -> bytes:
-    return b"".join([piece async for piece in pieces])
+async def _all(chunks: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
 
 
-async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Whole lines, however the pieces are cut."""
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield whole lines, wherever the chunks are split."""
     rest = b""
-    async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+    async for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
         for line in lines:
             yield line
     if rest:

@@ -1,8 +1,8 @@
-"""``lockstep bench serve``: what clients of a server see, at given rates of requests.
+"""``lockstep bench serve``: throughput and client-side latencies of a server at given request rates.
 
-Starts a server of its own unless it is told where one is. Requests arrive as a Poisson process whose times, lengths
-and words are fixed by the seed. Each is streamed; its clock begins when it is sent. The client is ``http_client.py``,
-the requests are made by ``workload.py``.
+Measures the server at a URL, or starts one (``server_process.py``). Requests arrive as a Poisson process; the seed
+fixes arrivals, lengths and words. Every response is streamed; latencies count from the send. ``http_client.py`` is the
+client, ``workload.py`` generates the requests.
 """
 
 from __future__ import annotations
@@ -11,57 +11,40 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import random
 import re
-import statistics
-import subprocess
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+
 from benchmarks.http_client import HttpError, Server
+from benchmarks.server_process import started_server
 from benchmarks.shares import shares
 from benchmarks.workload import Work, make_work, text_prompt
-from launch.cli.args import engine_arguments
-from launch.environment import torchrun_ranks
 from launch.progress import Bar, Progress, Throughput
-from runtime.common.errors import ConfigError, InputError, LockstepError
-
-READY = re.compile(r"ready at (http://\S+)")
-STOP_SECONDS = 60.0
-"""How long our own server may take to end; nothing runs on it by then."""
+from runtime.common.errors import InputError, LockstepError
 
 REQUEST_SECONDS = 600.0
-"""A request without an end after this long counts as an error."""
+"""Deadline of one request; without a complete response it counts as an error."""
 
 WARM_UP = 2
 
 PERCENTILES = (50, 90, 99)
 
-_SERVER = """
-import sys
-from launch.rank_main import die_with_parent
-die_with_parent(int(sys.argv[1]))
-from launch.cli.main import main
-sys.exit(main(sys.argv[2:]))
-"""
-
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent.
+    """The requests of a benchmark.
 
     Attributes:
-        rates: requests a second, one run each; infinite: all at once.
+        rates: requests per second, one run for each; infinite: all at once.
         num_prompts: requests of each run.
-        concurrency: most requests under way, 0 for any number.
-        input_len, output_len: shortest and longest, in tokens.
-        seed: of arrivals, lengths, words and sampling.
+        concurrency: maximum number of requests in flight; 0: no limit.
+        input_len, output_len: least and greatest length, in tokens.
+        seed: seed of arrivals, lengths, words and sampling.
     """
 
     rates: tuple[float, ...] = (float("inf"),)
@@ -74,7 +57,7 @@ class Load:
 
 @dataclass
 class Outcome:
-    """What became of one request. Times in seconds; ``arrivals`` are those of pieces of text, since it was sent."""
+    """Result of one request. Times are in seconds since the send; ``arrivals`` has one for each event with text."""
 
     arrivals: list[float] = field(default_factory=list[float])
     seconds: float = 0.0
@@ -84,23 +67,25 @@ class Outcome:
 
 
 def bench_serve(
-    model: str, engine: dict[str, Any], load: Load, *, base_url: str = "", api_key: str = "", plot: str = ""
+    model: str, engine_args: Sequence[str], load: Load, *, base_url: str = "", api_key: str = "", plot: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """One row for each rate: throughput, errors, percentiles of latencies, and the share of steps that is the model.
+    """Yield one row for each rate: throughput, errors, latency percentiles, and the share of step time in the model.
 
     Args:
-        model: what our own server runs; with ``base_url`` the name to ask for, empty: the first that it lists.
-        engine: settings of our own server.
+        model: the model of the started server; with ``base_url`` a name of its model, empty: the first it lists.
+        engine_args: engine flags of the started server.
         load: the requests.
-        base_url: measure the server there.
-        api_key: of that server.
-        plot: a PNG file to draw the latencies into.
+        base_url: URL of a running server to measure.
+        api_key: API key of that server.
+        plot: PNG file for a plot of the latencies.
 
     Raises:
-        LockstepError: no server, or one that cannot be used.
+        LockstepError: there is no server, or it does not respond as an OpenAI-compatible one.
     """
     runs: list[tuple[float, list[Outcome]]] = []
-    with contextlib.nullcontext(Server(base_url, api_key)) if base_url else own_server(model, engine) as server:
+    with (
+        contextlib.nullcontext(Server(base_url, api_key)) if base_url else started_server(model, engine_args) as server
+    ):
         name = asyncio.run(_model_name(server, model if base_url else ""))
         warm_up = make_work(WARM_UP, (8, 8), (4, 4), load.seed)
         asyncio.run(_run(server, name, warm_up, float("inf"), load, "warm-up", None))
@@ -109,7 +94,7 @@ def bench_serve(
             before = asyncio.run(_metrics(server))
             started = time.perf_counter()
             with Progress().bar(f"rate {rate:g}", load.num_prompts) as bar:
-                # Other words for each rate: the server must not find the last run's prompts in its cache.
+                # Each rate has its own words: the prefix cache must not have the prompts of the last run.
                 outcomes = asyncio.run(_run(server, name, works, rate, load, f"{load.seed}/{number}", bar))
             seconds = time.perf_counter() - started
             after = asyncio.run(_metrics(server))
@@ -120,8 +105,8 @@ def bench_serve(
                 "concurrency": load.concurrency or None,
                 **summarize(outcomes, seconds),
                 **shares(
-                    spent(before, after, "model_execution_seconds_total"),
-                    spent(before, after, "step_seconds_total"),
+                    counter_increase(before, after, "model_execution_seconds_total"),
+                    counter_increase(before, after, "step_seconds_total"),
                     seconds,
                 ),
             }
@@ -132,7 +117,7 @@ def bench_serve(
 async def _run(
     server: Server, name: str, works: Sequence[Work], rate: float, load: Load, seed: str, bar: Bar | None
 ) -> list[Outcome]:
-    """Send every request at its time and wait for all of them."""
+    """Send every request at its arrival time and wait for all responses."""
     chance = random.Random(f"{seed}/arrivals")
     words = random.Random(f"{seed}/words")
     slots = asyncio.Semaphore(load.concurrency or len(works))
@@ -151,7 +136,7 @@ async def _run(
     for work in works:
         tasks.append(asyncio.create_task(send_at(due, work, text_prompt(work, words))))
         due += chance.expovariate(rate) if rate != float("inf") else 0.0
-    # No TaskGroup: it would wrap a signal that arrives while one of them runs.
+    # No TaskGroup: it would wrap the exception of a signal that arrives while a task runs.
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -161,6 +146,7 @@ async def _run(
 
 
 async def _send(server: Server, name: str, work: Work, prompt: str) -> Outcome:
+    """Send one request and time the events of its response."""
     outcome = Outcome()
     body = {
         "model": name,
@@ -185,7 +171,7 @@ async def _send(server: Server, name: str, work: Work, prompt: str) -> Outcome:
                     outcome.output_tokens = usage["completion_tokens"]
     except TimeoutError:
         outcome.error = f"no end after {REQUEST_SECONDS:.0f} s"
-    except (HttpError, OSError, ValueError, KeyError) as error:  # The last two: JSON that is not as it should be.
+    except (HttpError, OSError, ValueError, KeyError) as error:  # The last two: events of another format.
         outcome.error = str(error) or repr(error)
     outcome.seconds = time.perf_counter() - sent
     return outcome
@@ -195,10 +181,10 @@ async def _send(server: Server, name: str, work: Work, prompt: str) -> Outcome:
 
 
 def summarize(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
-    """Throughput, errors and percentiles. Requests that failed count as errors and for nothing else.
+    """Throughput, errors and percentiles. Failed requests count as errors only.
 
-    ``ttft``: from sending to the first text; ``itl``: between two pieces of text that arrived one after the other;
-    ``tpot``: from the first text to the last, per token after the first; ``e2e``: from sending to the end.
+    ``ttft``: from the send to the first text; ``itl``: between two consecutive events with text; ``tpot``: from the
+    first text to the last, divided by the tokens after the first; ``e2e``: from the send to the end.
     """
     good = [outcome for outcome in outcomes if not outcome.error]
     errors = [outcome.error for outcome in outcomes if outcome.error]
@@ -216,16 +202,16 @@ def summarize(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
         "output_tokens": output_tokens,
     }
     for name, values in latencies(good).items():
-        row[f"{name}_ms_mean"] = round(1e3 * statistics.fmean(values), 3) if values else None
+        row[f"{name}_ms_mean"] = round(1e3 * float(numpy.mean(values)), 3) if values else None
         for percent in PERCENTILES:
-            row[f"{name}_ms_p{percent}"] = round(1e3 * percentile(values, percent), 3) if values else None
+            row[f"{name}_ms_p{percent}"] = round(1e3 * float(numpy.percentile(values, percent)), 3) if values else None
     if errors:
         row["first_error"] = errors[0]
     return row
 
 
 def latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Seconds, by kind of latency; see :func:`summarize`."""
+    """Latencies in seconds, by kind; see :func:`summarize`."""
     found: dict[str, list[float]] = {"ttft": [], "itl": [], "tpot": [], "e2e": []}
     for outcome in outcomes:
         arrivals = outcome.arrivals
@@ -238,17 +224,8 @@ def latencies(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     return found
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which so many percent lie, drawn straight between neighbours, as numpy does by default."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def read_metrics(text: str) -> dict[str, float]:
-    """The sum of every metric over its labels, from Prometheus' text format; without the ``lockstep:`` prefix."""
+    """Sums of every metric over its labels, by name without the ``lockstep:`` prefix, of Prometheus' text format."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         match = re.match(r"lockstep:(\w+)(?:\{.*\})?\s+(\S+)", line)
@@ -258,21 +235,22 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def spent(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
-    """How much a counter rose; None for a server that does not have it."""
+def counter_increase(before: dict[str, float], after: dict[str, float], name: str) -> float | None:
+    """Increase of a counter; None for a server without it."""
     return after[name] - before.get(name, 0.0) if name in after else None
 
 
 async def _metrics(server: Server) -> dict[str, float]:
+    """The server's metrics; empty if it has none."""
     try:
         return read_metrics(await server.get("/metrics"))
-    except HttpError:  # Another server may have none, or none that we may read.
+    except HttpError:  # Other servers may have no metrics, or none at this path.
         return {}
 
 
 async def _model_name(server: Server, wanted: str) -> str:
-    """The model to ask for. Raises :class:`LockstepError` if there is no server."""
-    _ = server.address  # Refuses a URL that is none.
+    """The model name for requests. Raises :class:`LockstepError` if there is no server."""
+    _ = server.address  # Raises for an invalid URL.
     try:
         names = [str(model["id"]) for model in json.loads(await server.get("/v1/models"))["data"]]
     except (HttpError, OSError, ValueError, KeyError, TypeError) as error:
@@ -284,85 +262,11 @@ async def _model_name(server: Server, wanted: str) -> str:
     return wanted or names[0]
 
 
-# ---- our own server
-
-
-@contextlib.contextmanager
-def own_server(model: str, engine: dict[str, Any]) -> Generator[Server]:
-    """``lockstep serve`` on a free port of this host, ended with the block, or by the kernel if we are killed.
-
-    Raises:
-        ConfigError: we are one of torchrun's processes.
-        LockstepError: it ended before it was ready.
-    """
-    if torchrun_ranks() is not None:
-        raise ConfigError(
-            "bench serve starts a server of its own, which the ranks of torchrun cannot be; start it by itself "
-            "(lockstep launch ... -- serve MODEL) and give its address as --base-url"
-        )
-    arguments = ["serve", model, "--host", "127.0.0.1", "--port", "0", *engine_arguments(engine)]
-    environment = {name: value for name, value in os.environ.items() if name != "LOCKSTEP_API_KEY"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, str(os.getpid()), *arguments],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
-    said = _Said(process)
-    try:
-        url = said.wait_for_url()
-        if url is None:
-            failure = LockstepError(f"the server did not start: {said.last[-1] if said.last else 'it said nothing'}")
-            code = process.wait() or 1
-            failure.exit_code = 128 - code if code < 0 else code
-            raise failure
-        yield Server(url)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        said.close()
-
-
-class _Said:
-    """What our server writes on stderr: passed on while it starts, then only kept, the last lines of it."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.last: deque[str] = deque(maxlen=20)
-        self._stream = process.stderr
-        self._url: str | None = None
-        self._settled = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="server-stderr", daemon=True)
-        self._reader.start()
-
-    def wait_for_url(self) -> str | None:
-        """Where the server listens; None if it ended instead. Its own deadlines bound how long that takes."""
-        self._settled.wait()
-        return self._url
-
-    def close(self) -> None:
-        """After its end."""
-        self._reader.join()
-        if self._stream is not None:
-            self._stream.close()
-
-    def _read(self) -> None:
-        for line in self._stream or ():
-            self.last.append(line.strip())
-            if self._url is None:
-                print(line, end="", file=sys.stderr, flush=True)
-                if match := READY.search(line):
-                    self._url = match[1]
-                    self._settled.set()
-        self._settled.set()
-
-
-# ---- picture
+# ---- plot
 
 
 def draw(runs: Sequence[tuple[float, Sequence[Outcome]]], file: str) -> None:
-    """Draw how latencies are distributed, a line for each rate, into a PNG file. Needs matplotlib."""
+    """Plot the distribution of latencies, a line for each rate, into a PNG file. Needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -370,7 +274,7 @@ def draw(runs: Sequence[tuple[float, Sequence[Outcome]]], file: str) -> None:
     FigureCanvasAgg(figure)
     titles = {
         "ttft": "time to first text",
-        "itl": "between two pieces of text",
+        "itl": "between two events with text",
         "tpot": "per output token",
         "e2e": "whole request",
     }
@@ -380,7 +284,7 @@ def draw(runs: Sequence[tuple[float, Sequence[Outcome]]], file: str) -> None:
             values = sorted(latencies([o for o in outcomes if not o.error])[kind])
             percents = [100 * (index + 1) / len(values) for index in range(len(values))]
             axes.plot([1e3 * value for value in values], percents, label=_label(rate))
-        axes.set(title=title, xlabel="ms", ylabel="% of them at most")
+        axes.set(title=title, xlabel="ms", ylabel="share of requests, %")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(file, dpi=120, format="png")

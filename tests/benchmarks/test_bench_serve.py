@@ -16,12 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
-from benchmarks import serve
+from benchmarks import serve, server_process
 from benchmarks.http_client import HttpError, Server
-from benchmarks.serve import Load, Outcome, bench_serve, latencies, percentile, read_metrics, summarize
+from benchmarks.serve import Load, Outcome, bench_serve, latencies, read_metrics, summarize
 from launch.cli import main as cli
 from runtime.common.errors import ConfigError, InputError, LockstepError
 from tests.checkpoints import tiny_checkpoint
@@ -141,7 +140,7 @@ LOAD = Load(num_prompts=6, input_len=(4, 9), output_len=(3, 6), seed=5)
 
 
 def measure(url: str, load: Load = LOAD, **options: Any) -> list[dict[str, Any]]:
-    return list(bench_serve("", {}, load, base_url=url, **options))
+    return list(bench_serve("", (), load, base_url=url, **options))
 
 
 def test_a_row_for_each_rate(server: Served) -> None:
@@ -197,7 +196,7 @@ def test_arrivals_are_those_of_a_poisson_process(monkeypatch: pytest.MonkeyPatch
     ("how", "message"),
     [
         ("refuse", "429: "),
-        ("cut", "the connection was lost before the answer was complete"),
+        ("cut", "the connection was lost before the response was complete"),
         ("error event", "rank 1 failed"),
     ],
 )
@@ -246,10 +245,10 @@ def test_the_key_is_sent_and_the_model_looked_for(server: Served) -> None:
     url, seen = server
     measure(url, api_key="secret")
     assert seen.keys == {"Bearer secret"}
-    (row,) = bench_serve("other", {}, LOAD, base_url=url)
+    (row,) = bench_serve("other", (), LOAD, base_url=url)
     assert row["model"] == "other"
     with pytest.raises(InputError, match="has no model 'third'; it has tiny, other"):
-        list(bench_serve("third", {}, LOAD, base_url=url))
+        list(bench_serve("third", (), LOAD, base_url=url))
 
 
 def test_no_server_is_one_line() -> None:
@@ -266,13 +265,6 @@ def test_no_server_is_one_line() -> None:
 def test_get_of_something_else_is_an_error(server: Served) -> None:
     with pytest.raises(HttpError, match="404: no such thing"):
         asyncio.run(Server(server[0]).get("/nothing"))
-
-
-def test_percentiles_are_numpys() -> None:
-    values = [0.3, 0.1, 0.9, 0.5, 0.7, 0.2]
-    for percent in (0, 50, 90, 99, 100):
-        assert percentile(values, percent) == pytest.approx(float(numpy.percentile(values, percent)))
-    assert percentile([4.0], 99) == 4.0
 
 
 def test_latencies_and_throughput() -> None:
@@ -299,7 +291,9 @@ def test_metrics_are_summed_over_labels() -> None:
 
 
 def test_a_server_without_our_metrics_has_no_shares() -> None:
-    assert serve.shares(serve.spent({}, {}, "model_execution_seconds_total"), None, 1.0)["model_share"] is None
+    assert (
+        serve.shares(serve.counter_increase({}, {}, "model_execution_seconds_total"), None, 1.0)["model_share"] is None
+    )
 
 
 def test_the_plot_is_a_png(server: Served, tmp_path: Path) -> None:
@@ -311,14 +305,14 @@ def test_the_plot_is_a_png(server: Served, tmp_path: Path) -> None:
 def test_our_own_server_is_ended_and_its_failure_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "import sys, time; print('starting', file=sys.stderr); "
     ready = said + "print('lockstep serve: ready at http://127.0.0.1:1', file=sys.stderr, flush=True); time.sleep(60)"
-    monkeypatch.setattr(serve, "_SERVER", ready)
+    monkeypatch.setattr(server_process, "_SERVER", ready)
     started = time.monotonic()
-    with serve.own_server("tiny", {}) as ours:
+    with server_process.started_server("tiny", ()) as ours:
         assert ours == Server("http://127.0.0.1:1")
-    monkeypatch.setattr(serve, "_SERVER", said + "sys.exit('lockstep serve: no such folder')")
+    monkeypatch.setattr(server_process, "_SERVER", said + "sys.exit('lockstep serve: no such folder')")
     with (
         pytest.raises(LockstepError, match="did not start: lockstep serve: no such folder") as failed,
-        serve.own_server("tiny", {}),
+        server_process.started_server("tiny", ()),
     ):
         pytest.fail("it is not ready")
     assert failed.value.exit_code == 1
@@ -326,8 +320,8 @@ def test_our_own_server_is_ended_and_its_failure_told(monkeypatch: pytest.Monkey
 
 
 def test_torchruns_ranks_cannot_be_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "torchrun_ranks", lambda: object())
-    with pytest.raises(ConfigError, match="give its address as --base-url"), serve.own_server("tiny", {}):
+    monkeypatch.setattr(server_process, "torchrun_ranks", lambda: object())
+    with pytest.raises(ConfigError, match="give its address as --base-url"), server_process.started_server("tiny", ()):
         pytest.fail("it was started")
 
 

@@ -14,6 +14,7 @@ from launch.cli.args import (
     UsageError,
     add_engine_flags,
     add_model,
+    engine_arguments,
     read_settings,
     suggest,
     whole_numbers,
@@ -179,7 +180,7 @@ def _serve(argv: Sequence[str]) -> tuple[Run, bool]:
         )
         return bench_serve(
             "" if settings.model == ANY_MODEL else settings.model,
-            settings.engine,
+            engine_arguments(settings.engine),
             load,
             base_url=(arguments.base_url or "").rstrip("/"),
             api_key=arguments.api_key or read_environment().api_key or "",

@@ -334,13 +334,13 @@ def test_bench_serve_passes_its_arguments(lockstep: Lockstep, monkeypatch: pytes
     assert calls == [
         (
             "demo",
-            {"tensor_parallel_size": 2},
+            ["--tensor-parallel-size=2"],
             {"rates": (0.5, float("inf")), "num_prompts": 8, "concurrency": 4, "seed": 0, **work},
             {"base_url": "", "api_key": "", "plot": plot},
         ),
         (
             "",
-            {"seed": 2},
+            ["--seed=2"],
             {"rates": (float("inf"),), "num_prompts": 64, "concurrency": 0, "seed": 2, **work},
             {"base_url": "http://a:1", "api_key": "secret", "plot": ""},
         ),

@@ -1,1 +1,1 @@
-"""How processes come to be: launchers, the supervisor, the command line. The only place that reads the environment."""
+"""Entry points and launchers: the command line, LLM and AsyncLLM, and the code that makes the ranks' processes."""

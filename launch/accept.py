@@ -1,4 +1,4 @@
-"""The driver's side of ranks that connect by address: each launcher but the local one collects its channels here."""
+"""Accepts the channels of ranks that connect by address: all launchers but the local one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from runtime.common.channel import Channel, ChannelClosedError, ChannelListener
 from runtime.common.errors import RankDiedError, RankTimeoutError
 from runtime.executor.launcher import RankHandle
 
+POLL_SECONDS = 0.2
+"""How often to check for ended processes while waiting for a connection."""
+
+RANK_SECONDS = 5.0
+"""Time limit for a connected rank to send its number."""
+
 
 def accept_ranks(listener: ChannelListener, handles: Sequence[RankHandle], deadline: float) -> dict[int, Channel]:
-    """A channel from every rank, by rank.
+    """Accept one channel per rank, by rank.
 
-    Ranks connect in any order, so each sends its number, two bytes, before anything else.
+    Ranks connect in any order; the first frame of each is its rank, as two bytes.
 
     Raises:
         RankDiedError: a rank ended before it connected.
@@ -30,6 +36,6 @@ def accept_ranks(listener: ChannelListener, handles: Sequence[RankHandle], deadl
             if handle.wait(0.0):
                 raise RankDiedError(rank=handle.rank, returncode=handle.returncode(), host=handle.host, stage="spawn")
         with contextlib.suppress(TimeoutError, ChannelClosedError):
-            channel = listener.accept(min(0.2, max(0.01, deadline - time.monotonic())))
-            channels[int.from_bytes(channel.recv(timeout=5.0), "big")] = channel
+            channel = listener.accept(min(POLL_SECONDS, max(0.01, deadline - time.monotonic())))
+            channels[int.from_bytes(channel.recv(timeout=RANK_SECONDS), "big")] = channel
     return channels

@@ -1,8 +1,7 @@
-"""Ranks as child processes of this one: the local launcher, and the way every launcher starts a rank on its host.
+"""LocalLauncher: ranks as child processes on this host, and :func:`spawn_rank`, with which every launcher starts one.
 
-A Ray actor and a torchrun process do not become a rank themselves: they call :func:`spawn_rank` and watch the child, so
-that whatever happens to a rank, its exit code or signal is known and a rank can be started again. Deciding what a
-death means is ``supervisor.py``'s.
+A Ray actor or a torchrun process does not become a rank itself. It spawns the rank and watches the child, so the exit
+code or signal of every rank is known.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ SOURCE_ROOT = Path(__file__).resolve().parent.parent
 
 
 class RankProcess:
-    """A rank's process on this host, as its parent sees it. Implements ``ranks.RankHandle``."""
+    """A child process that runs a rank. Implements ``runtime.executor.launcher.RankHandle``."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self.rank = rank
@@ -43,22 +42,22 @@ class RankProcess:
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal; nothing happens if the process has ended."""
+        """Send a signal; ignored if the process has ended."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """Send SIGKILL, which also ends a stopped process."""
         self._process.kill()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the end and reap it; None waits for ever. False if it still runs after ``timeout`` seconds."""
+        """Wait for the process to end and reap it; None waits without limit. Whether it has ended."""
         if self._process.poll() is None and not wait_readable([self], timeout):
             return False
         self._process.wait()
         return True
 
     def close(self) -> None:
-        """Give the descriptor back; the process must have ended."""
+        """Close the descriptor; the process must have ended."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -68,17 +67,17 @@ def spawn_rank(spec: RankSpec) -> tuple[RankProcess, Channel]:
     """Start one rank on this host and send it its spec.
 
     Returns:
-        the process, and our end of the socket pair: the rank's channel unless the spec names another address.
+        the process, and this end of the socket pair, which is the rank's channel unless the spec names an address.
     """
     channel, theirs = channel_pair()
-    # -P keeps a user's working folder off sys.path: a file of theirs called `workers.py` must not shadow ours.
+    # -P keeps the working directory off sys.path: a user's file named `workers.py` must not shadow the package.
     command = [sys.executable, "-P", "-m", "launch.rank_main", "--rank", str(spec.rank)]
     command += ["--fd", str(theirs.fileno())]
     if threading.current_thread() is threading.main_thread():
-        # The kernel ties this to the parent *thread*: from any other thread it would end ranks that are still wanted.
+        # PR_SET_PDEATHSIG fires at the end of the parent *thread*, so only the main thread can use it.
         command += ["--parent", str(os.getpid())]
     with theirs:
-        # Standard output belongs to the driver (JSON lines); whatever a library of a rank prints goes to stderr.
+        # Standard output carries the driver's results, so prints of a rank's libraries go to stderr.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -91,15 +90,15 @@ def spawn_rank(spec: RankSpec) -> tuple[RankProcess, Channel]:
 
 
 class LocalLauncher:
-    """One spawned process per rank on this host. Implements ``ranks.Launcher``; nothing listens anywhere."""
+    """One child process per rank, connected by a socket pair. Implements ``runtime.executor.launcher.Launcher``."""
 
     name = "local"
     supports_restart = True
     restart_hint = ""
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
-        """Start every rank, in rank order; each will say hello on its channel."""
-        del timeout  # Starting a child does not wait for anything.
+        """Start every rank, in rank order."""
+        del timeout  # Starting a child does not block.
         hosts = [host_identity()] * config.tensor_parallel_size
         started: list[StartedRank] = []
         try:
@@ -115,7 +114,7 @@ class LocalLauncher:
         return started
 
     def release(self) -> None:
-        """Nothing beyond the ranks themselves."""
+        """Nothing to release: a start holds only its ranks."""
 
     def close(self) -> None:
-        """Nothing here either."""
+        """Nothing to release."""

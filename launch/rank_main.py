@@ -1,9 +1,9 @@
-"""The process of one rank: receives its spec, prepares its environment, then becomes a worker.
+"""Entry point of a rank's process: receives the RankSpec, sets the environment, runs the worker.
 
-Every launcher starts this same module. ``python -m launch.rank_main --rank R --fd N`` inherits one end of a socket
-pair; its first frame is the :class:`RankSpec`. Where the driver is not the parent (a Ray actor or torchrun started
-us), the spec names the driver's address and the pair is only used to receive them. Thread counts must be in the
-environment before torch is imported, so torch is imported here, late, through ``workers.worker``.
+Every launcher starts this module: ``python -m launch.rank_main --rank R --fd N`` inherits one end of a socket pair,
+whose first frame is the :class:`RankSpec`. If a Ray actor or a torchrun process is the parent, the spec contains the
+driver's address, and the pair carries nothing else. torch reads thread counts from the environment when it is
+imported, so ``workers.worker`` is imported after the environment is set.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from runtime.executor.run_dir import cleanup_run_dir
 
 PR_SET_PDEATHSIG = 1
 DRIVER_GONE_EXIT_CODE = 70
-"""The exit code of a rank whose driver vanished; nobody is left to read it, but ``ps`` and logs show it."""
+"""The exit code of a rank whose driver has died; ``ps`` and logs show it."""
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends, also if that happened already (Linux)."""
+    """Make the kernel kill this process when its parent ends; exits at once if the parent has ended already."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -44,49 +44,49 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def watch_driver(channel: Channel, run_dir: str) -> None:
-    """End this process at once when the driver's end of the channel closes, even in the middle of a step.
+    """Start a thread that exits the process when the driver's end of the channel closes, even during a step.
 
-    The thread sleeps in poll(2) for POLLRDHUP alone, so it neither reads frames nor costs a step anything. A closed
-    channel means that the driver is dead or has given this group up; an orderly shutdown has answered before it.
+    The thread sleeps in poll(2) for POLLRDHUP only; it reads no frames and does not run during steps. A closed channel
+    means that the driver has died or has ended this group; an orderly shutdown exits before.
     """
 
     def wait_for_hangup() -> None:
         poller = select.poll()
         poller.register(channel.fileno(), select.POLLRDHUP)
         poller.poll()
-        cleanup_run_dir(run_dir)  # The driver was to do it.
+        cleanup_run_dir(run_dir)  # The driver can no longer do it.
         os._exit(DRIVER_GONE_EXIT_CODE)
 
     threading.Thread(target=wait_for_hangup, name="driver-watch", daemon=True).start()
 
 
 def run_rank(spec: RankSpec, channel: Channel) -> None:
-    """Be rank ``spec.rank`` until the driver is done with it. Returns when it is."""
+    """Run the worker of a rank until the driver shuts it down."""
     config = EngineConfig.from_dict(spec.config)
     threads = spec.threads or max(1, len(os.sched_getaffinity(0)) // spec.ranks_on_host)
     prepare_rank(threads=threads, device=config.device)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Ctrl-C, torchrun and service managers tell whole groups of processes. The driver drains, and ends the ranks.
+        # Ctrl-C, torchrun and service managers signal whole process groups. The driver drains and then ends the ranks.
         signal.signal(number, signal.SIG_IGN)
     faulthandler.enable(all_threads=True)
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # The supervisor asks a hung group for its stacks.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # The driver requests stacks after a timeout.
     configure_logging(config.log_level, rank=spec.rank)
     watch_driver(channel, config.run_dir)
     channel.send(pack(["hello", spec.rank, process_facts()]))
 
-    from workers.worker import RankInfo, Worker  # Imports torch: only after the environment is set.
+    from workers.worker import RankInfo, Worker  # Imports torch.
 
     info = RankInfo(spec.rank, spec.size, spec.local_rank, spec.ranks_on_host, threads)
     Worker(info, config, ModelConfig.from_dict(spec.model), channel).serve()
 
 
 def process_facts() -> dict[str, Any]:
-    """What a rank tells about its process when it connects."""
+    """The facts in a rank's hello message."""
     return {"pid": os.getpid(), "host": socket.gethostname(), "host_id": host_identity()}
 
 
 def main() -> None:
-    """Entry point of ``python -m launch.rank_main``."""
+    """Run the command line of ``python -m launch.rank_main``."""
     parser = argparse.ArgumentParser(description="one tensor-parallel rank; started by Lockstep, not by hand")
     parser.add_argument("--rank", type=int, required=True, help="shown in process lists; the spec decides")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket with the spec")
@@ -102,7 +102,7 @@ def main() -> None:
         channel = connect(spec.address, spec.secret, timeout=60.0)
         channel.send(spec.rank.to_bytes(2, "big"))
     run_rank(spec, channel)
-    # Skip interpreter teardown: threads of torch and gloo may still hold locks, and there is nothing to save.
+    # Skip interpreter teardown, which can deadlock on locks that threads of torch and gloo hold.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

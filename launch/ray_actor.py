@@ -1,8 +1,8 @@
-"""The Ray actor that stands for one rank on its node; imports neither ray nor torch itself.
+"""RankActor: the Ray actor that runs one rank as its child process. Imports neither ray nor torch.
 
-It is placed by Ray, starts the rank as its child and reports how the child ended. The rank runs in a process of its
-own so that its exit code or signal is known exactly, and so that Ray's niceness and thread settings stay outside.
-Ray itself takes some 15 seconds to end the actors of a node whose raylet died; so the actor watches its raylet too.
+A process of its own gives the rank an exact exit code or signal, and keeps Ray's niceness and thread settings away
+from it. The actor also watches its raylet, because Ray takes about 15 seconds to end the actors of a node whose raylet
+has died.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from runtime.common.channel import wait_readable
 from runtime.common.protocol import pack
 
 RAYLET_GONE_EXIT_CODE = 71
-"""The exit code of an actor whose raylet ended; nobody is left to read it, but logs show it."""
+"""The exit code of an actor whose raylet ended; logs show it."""
 
 
 class RankActor:
-    """One per rank, in a placement-group bundle of its own."""
+    """One actor per rank, each in a placement-group bundle of its own."""
 
     def describe(self) -> bytes:
-        """Where this actor landed: host, what it shares memory with, and the actor's pid."""
+        """The actor's host, host identity and pid, packed."""
         return pack(["actor", socket.gethostname(), host_identity(), os.getpid()])
 
     def run(self, spec: bytes) -> int:
-        """Start the rank and wait for its end; gives its return code, negative for a signal.
+        """Run the rank until it ends; returns its return code, negative for a signal.
 
-        The child dies with this process (it is started from the main thread), so killing the actor ends the rank.
+        Ray runs this in the actor's main thread, so the kernel kills the rank when the actor ends.
         """
         with contextlib.closing(_Parent()) as raylet:
             process, channel = spawn_rank(RankSpec.unpack(spec))
@@ -45,23 +45,23 @@ class RankActor:
 
 
 class _Parent:
-    """The process that started this one, as something to wait for.
+    """This process's parent, as an object that becomes readable when the parent ends.
 
     Raises:
-        ProcessLookupError: it has ended.
+        ProcessLookupError: the parent has ended.
     """
 
     def __init__(self) -> None:
         pid = os.getppid()
         self._pidfd = os.pidfd_open(pid)
-        if os.getppid() != pid:  # It ended between the two calls: its number may be somebody else's by now.
+        if os.getppid() != pid:  # It ended between the two calls; the pid may be reused.
             self.close()
             raise ProcessLookupError(f"process {pid}, which started this one, has ended")
 
     def fileno(self) -> int:
-        """Readable once it has ended."""
+        """Readable once the parent has ended."""
         return self._pidfd
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         os.close(self._pidfd)

@@ -1,8 +1,8 @@
-"""Ranks placed by Ray: one actor per rank in a placement group, on one node or several.
+"""RayLauncher: one Ray actor per rank in a placement group, on one node or several.
 
-A running cluster is used where there is one (``RAY_ADDRESS``, or ``ray start`` on this host); otherwise an embedded one
-is started and ended with the engine. Ray places and watches; steps go over our own channels, because an actor
-call costs ten times a pipe. Ray is imported here only, and late: Lockstep works without it.
+It connects to a running cluster (``RAY_ADDRESS``, or ``ray start`` on this host) or else starts an embedded one, which
+ends with the engine. Ray places and watches the actors. Steps use channels, because an actor call costs ten times as
+much as a pipe. Ray is an optional dependency and is imported inside functions.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from runtime.executor.launcher import StartedRank
 log = logging.getLogger("lockstep")
 
 CPU_SHARES = (1.0, 0.5, 0.25, 0.1, 0.05, 0.01)
-"""CPUs asked for per rank: the first share that the cluster can give to every rank."""
+"""CPUs to reserve per rank, in order of preference: the first share that fits the cluster is used."""
 
 
 RESERVE_SECONDS = 2.0
-"""How often to look whether the cluster has changed while it finds no room."""
+"""How often to compare the reservation with the cluster's resources while it is pending."""
 
 
 class RayRank:
-    """A rank that lives under a Ray actor. Implements ``ranks.RankHandle``.
+    """A rank under a Ray actor. Implements ``runtime.executor.launcher.RankHandle``.
 
     A thread waits for the actor's ``run`` call, whose result is the rank's return code, and then makes
-    :meth:`fileno` readable; Ray reports a killed actor within some 10 ms.
+    :meth:`fileno` readable. Ray reports a killed actor within about 10 ms.
     """
 
     def __init__(self, rank: int, host: str, actor: Any, running: Any, *, same_host: bool) -> None:
@@ -66,7 +66,7 @@ class RayRank:
         try:
             self._code = int(ray.get(running))
         except ray_exceptions.RayError as error:
-            # The actor itself is gone: the rank's own code is unknown, and the rank has died with it.
+            # The actor has ended, and the rank with it; the rank's own code is unknown.
             log.debug("the actor of rank %d ended: %s", self.rank, error)
         finally:
             self._ended.set()
@@ -78,17 +78,17 @@ class RayRank:
         return self._readable.fileno()
 
     def returncode(self) -> int | None:
-        """The rank's exit code, negative for a signal; None while it runs or if its actor was lost."""
+        """The rank's exit code, negative for a signal; None while it runs or if its actor ended first."""
         return self._code
 
     def signal(self, number: int) -> None:
-        """Send a signal to the rank if it runs on this host; Ray has no way to send one elsewhere."""
+        """Send a signal to the rank if it runs on this host; Ray cannot send signals to other hosts."""
         if self._same_host and self.pid is not None and not self._ended.is_set():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End the actor; the kernel ends the rank with it."""
+        """End the actor; the kernel then kills the rank."""
         import ray
         from ray import exceptions as ray_exceptions
 
@@ -97,18 +97,18 @@ class RayRank:
                 ray.kill(self._actor)
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the end of the rank or its actor."""
+        """Wait for the rank or its actor to end."""
         return self._ended.wait(timeout)
 
     def close(self) -> None:
-        """Release the notification sockets and the actor."""
+        """End the actor and close the notification sockets."""
         self.kill()
         self._readable.close()
         self._notify.close()
 
 
 def connect_to_ray(config: EngineConfig) -> bool:
-    """Connect to the cluster there is, or start an embedded one. True if this process must end it.
+    """Connect to a running cluster, or start an embedded one; True if this process has to shut it down.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -128,28 +128,28 @@ def connect_to_ray(config: EngineConfig) -> bool:
         ray.init(address="auto", **quiet)
         return False
     except ConnectionError:
-        pass  # No cluster on this host and no RAY_ADDRESS: start our own.
+        pass  # No cluster on this host and no RAY_ADDRESS.
     cores = os.cpu_count() or 1
     ray.init(address="local", num_cpus=max(cores, config.tensor_parallel_size), include_dashboard=False, **quiet)
     return True
 
 
 def ray_node_ip() -> str:
-    """The address of this node that the other nodes of the cluster reach."""
+    """The address of this node in the cluster's network."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def rank_resources(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What one rank reserves: a GPU each on CUDA; on CPU one core, or a smaller share if the cluster has too few.
+    """The resources of one rank's bundle: a GPU on CUDA; on CPU one core, or a smaller share on a small cluster.
 
     Args:
         config: resolved.
-        nodes: the resources of every node that is alive.
+        nodes: the resources of every live node.
 
     Raises:
-        ConfigError: the cluster can never hold so many ranks.
+        ConfigError: the cluster's total resources do not suffice.
     """
     size = config.tensor_parallel_size
     if config.device == "cuda":
@@ -172,7 +172,7 @@ def rank_resources(config: EngineConfig, nodes: Sequence[dict[str, float]]) -> d
 
 @dataclass(frozen=True)
 class _Placed:
-    """One actor and where it landed."""
+    """An actor and its host."""
 
     actor: Any
     host: str
@@ -180,7 +180,7 @@ class _Placed:
 
 
 def embedded_raylet() -> psutil.Process | None:
-    """The raylet that ``ray.init`` has started as a child of this process; None if there is none that lives."""
+    """The live raylet that ``ray.init`` started as a child of this process; None if there is none."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
@@ -189,7 +189,7 @@ def embedded_raylet() -> psutil.Process | None:
 
 
 class RayLauncher:
-    """One Ray actor per rank in a placement group. Implements ``ranks.Launcher``."""
+    """One Ray actor per rank in a placement group. Implements ``runtime.executor.launcher.Launcher``."""
 
     name = "ray"
     supports_restart = True
@@ -204,12 +204,12 @@ class RayLauncher:
         """Connect to Ray, place the actors, start the ranks, and accept a channel from each.
 
         Raises:
-            ConfigError: Ray is not installed, or the cluster can never hold so many ranks.
-            EngineError: the placement or a rank did not come up in time.
+            ConfigError: Ray is not installed, or the cluster's total resources do not suffice.
+            EngineError: placement or a rank's start missed the deadline.
         """
         deadline = time.monotonic() + timeout
         if self._owns_ray and embedded_raylet() is None:
-            self.close()  # Ray itself would notice, and say so in many words, only after 15 seconds.
+            self.close()  # Ray itself notices a dead raylet only after 15 seconds.
         self._owns_ray = connect_to_ray(config) or self._owns_ray
         placed = self._place(config, deadline)
         same_host = all(p.host_id == host_identity() for p in placed)
@@ -233,10 +233,10 @@ class RayLauncher:
         return [StartedRank(handle, channels[handle.rank]) for handle in handles]
 
     def _reserve(self, config: EngineConfig, deadline: float) -> dict[str, float]:
-        """Make the placement group, a bundle per rank; gives what is in a bundle.
+        """Create the placement group, one bundle per rank; returns a bundle's resources.
 
-        A cluster that has just lost a node, perhaps with our last group, learns of it only while we wait: then there
-        may never be room for what was asked, but for smaller bundles.
+        The cluster may notice a lost node only while the group is pending, in which case the bundles may never fit.
+        The resources are therefore computed again, and a smaller bundle replaces a larger one.
         """
         import ray
         from ray.util.placement_group import placement_group, remove_placement_group
@@ -262,7 +262,7 @@ class RayLauncher:
                 )
 
     def _place(self, config: EngineConfig, deadline: float) -> list[_Placed]:
-        """Reserve a bundle per rank and start its actor; sorted so that the ranks of a host are neighbours."""
+        """Start one actor per bundle; sorted by host, so that consecutive ranks share a host."""
         import ray
         from ray import exceptions as ray_exceptions
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -281,11 +281,11 @@ class RayLauncher:
         except ray_exceptions.GetTimeoutError:
             raise EngineError("Ray placed the ranks, but their actors did not start (--spawn-timeout)") from None
         placed = [_Placed(actor, d[1], d[2]) for actor, d in zip(actors, described, strict=True)]
-        # Rank 0 shares the driver's host where any rank does.
+        # Rank 0 runs on the driver's host if any rank does.
         return sorted(placed, key=lambda p: (p.host_id != host_identity(), p.host_id))
 
     def release(self) -> None:
-        """Give the bundles back. An embedded cluster stays for the next start."""
+        """Remove the placement group. An embedded cluster stays for the next start."""
         if self._listener is not None:
             self._listener.close()
         if self._group is None:
@@ -300,7 +300,7 @@ class RayLauncher:
         self._group = None
 
     def close(self) -> None:
-        """End Ray if this launcher started it."""
+        """Shut Ray down if this launcher started it."""
         self.release()
         if self._owns_ray:
             import ray

@@ -1,7 +1,6 @@
-"""Standard error that never ends a process: what cannot be written is counted and dropped.
+"""A standard error stream whose write errors do not end the process: failed writes are counted and dropped.
 
-Used by every process of ours, driver and ranks, before logging is configured. Results on stdout are another matter, see
-``launch/cli/output.py``.
+Driver and ranks install it before logging is configured. Results on stdout are written by ``launch/cli/output.py``.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def protect_stderr() -> None:
-    """Let no log line, bar or warning end this process because it cannot be written: its disk is full, its pipe closed.
+    """Replace ``sys.stderr``, so that a full disk or a closed pipe does not end the process.
 
-    For processes that are ours, before logging is configured. Once there is room again, a line says what is missing.
+    After the next successful write, a line reports how many bytes were dropped. Called before logging is configured.
     """
     if sys.stderr is sys.__stderr__ and isinstance(sys.stderr, io.TextIOWrapper):
         raw = _LossyFile(sys.stderr.fileno())
@@ -28,7 +27,7 @@ def protect_stderr() -> None:
 
 
 class _LossyFile(io.RawIOBase):
-    """A file descriptor that takes everything: what cannot be written is counted and dropped."""
+    """A file descriptor whose write errors are counted instead of raised."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -45,7 +44,7 @@ class _LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Bytes taken, which is all there are."""
+        """Write ``data`` or drop it; returns the number of bytes consumed."""
         content = bytes(data)
         try:
             if self._lost:

@@ -1,8 +1,7 @@
-"""``lockstep launch``: torchrun's own agent, in this process, for one of our commands.
+"""``lockstep launch``: runs torchrun's agent in this process for a Lockstep command.
 
-What it does differently from ``torchrun``: on one node the rendezvous is a file and listens nowhere, the exit code is
-the command's own, and SIGTERM and Ctrl-C reach the command as if it ran alone, so that ``serve`` can drain. The
-processes it starts are ``spmd.py``'s.
+Unlike ``torchrun``, the rendezvous on one node is a file instead of a TCP store, the exit code is the command's own,
+and SIGTERM and SIGINT are forwarded to the command, so that ``serve`` drains. The processes run ``spmd.py``.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
-    """Run ``launch.spmd COMMAND`` under torchrun's own agent in this process.
+    """Run ``launch.spmd COMMAND`` under torchrun's agent in this process.
 
     Args:
         arguments: of torchrun's own parser (``torch.distributed.run.get_args_parser``).
         command: a Lockstep command and its arguments.
 
     Returns:
-        the exit code of the command itself, where torchrun would say 1: 128 + N for signal N.
+        the command's exit code (torchrun itself would return 1); 128 + N for signal N.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,10 +42,10 @@ def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
     arguments.no_python = arguments.run_path = False
     prepare_torchrun()
     config, program, program_arguments = config_from_args(arguments)
-    config.signals_to_handle = "SIGHUP,SIGQUIT"  # The others are handled here, and these as torchrun does.
+    config.signals_to_handle = "SIGHUP,SIGQUIT"  # SIGTERM and SIGINT are handled here.
     with contextlib.ExitStack() as stack:
         if config.max_nodes == 1 and not arguments.rdzv_endpoint:
-            # A rendezvous over a file: torchrun's default opens a TCP store on every interface, at a fixed port.
+            # torchrun's default opens a TCP store on every interface, at a fixed port.
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-launch-"))
             disable_torchrun_store()
             config.rdzv_backend, config.rdzv_endpoint = "c10d", os.path.join(folder, "rendezvous")
@@ -66,7 +65,7 @@ def launch(arguments: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 class DriverEnded(BaseException):
-    """A signal has ended the driver; torchrun must neither count that as a failure nor start it again."""
+    """A signal has ended the driver, which torchrun must neither count as a failure nor restart."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the driver has ended with code {code}")
@@ -75,28 +74,28 @@ class DriverEnded(BaseException):
 
 @contextlib.contextmanager
 def signals_to_driver() -> Generator[None]:
-    """SIGTERM and SIGINT go to the driver, if it is on this node, and :class:`DriverEnded` is raised at its end.
+    """Forward SIGTERM and SIGINT to the driver, if it runs on this node; raise :class:`DriverEnded` when it ends.
 
-    torchrun would tell every process, give them a time of its own, and forget the exit code.
+    torchrun would signal every process, apply a time limit of its own, and lose the exit code.
     """
     waiting = False
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+    def forward(number: int, frame: FrameType | None) -> None:
+        """The signal handler."""
         nonlocal waiting
         driver = find_driver()
         if driver is None:
-            raise DriverEnded(128 + number)  # Not started yet, or on another node: torchrun ends what runs here.
+            raise DriverEnded(128 + number)  # No driver yet, or on another node: torchrun ends the processes.
         os.kill(driver, number)
         if waiting:
-            return  # The second signal, which interrupts the wait below: that goes on.
+            return  # A second signal interrupts the waitid below, which then continues.
         waiting = True
-        # Not reaped: torchrun holds the process, too.
+        # WNOWAIT: torchrun reaps the process.
         end = os.waitid(os.P_PID, driver, os.WEXITED | os.WNOWAIT)
         code = 0 if end is None else end.si_status
         raise DriverEnded(code if end is None or end.si_code == os.CLD_EXITED else shell_code(-code))
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -105,11 +104,11 @@ def signals_to_driver() -> Generator[None]:
 
 
 def find_driver() -> int | None:
-    """The process id of the child that torchrun has made rank 0; None if there is none."""
+    """The process id of the child that is torchrun's rank 0; None if there is none."""
     import psutil
 
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # It has just ended.
+        with contextlib.suppress(psutil.Error):  # The child has ended.
             if child.environ().get("RANK") == "0" and child.status() != psutil.STATUS_ZOMBIE:
                 return child.pid
     return None

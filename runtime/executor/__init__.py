@@ -1,1 +1,1 @@
-"""The executor: starts, watches, steps, restarts and ends a worker group, whatever launcher made its processes."""
+"""The executor: runs steps on a worker group and starts, watches, restarts and ends it, with any launcher."""

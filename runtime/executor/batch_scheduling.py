@@ -1,9 +1,9 @@
-"""Waiting for ranks that need the same cores: the thread that waits must not push one aside when its answer comes.
+"""SCHED_BATCH while the driver waits for the ranks, so that its wake-ups do not preempt a rank.
 
-With as many busy ranks as cores, the answer that a rank sends wakes the driver, and the kernel lets who wakes up run
-first: the rank stands still in the middle of the next step for as long as the driver has something to do, although
-nothing was urgent, since plans are sent a step ahead. Under SCHED_BATCH a thread that wakes waits its turn instead
-(sched(7): the scheduling policy "applies a small scheduling penalty with respect to wakeup behavior").
+With as many busy ranks as cores, the answer of the first rank wakes the driver, and the kernel lets a thread that wakes
+up preempt the one that runs: a rank then stalls in the middle of its next step, which was queued a step ahead. A thread
+under SCHED_BATCH is scheduled without that advantage (sched(7): the policy "applies a small scheduling penalty with
+respect to wakeup behavior").
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from types import TracebackType
 
 log = logging.getLogger("lockstep")
 
-_PRIORITY = os.sched_param(0)  # The only one that SCHED_BATCH and SCHED_OTHER have; nice values stay as they are.
+_PRIORITY = os.sched_param(0)  # The only priority of SCHED_BATCH and SCHED_OTHER; nice values are kept.
 
 
 class SchedBatchContext:
-    """Within the ``with`` block, the calling thread pushes no other one aside when it wakes up.
+    """Runs the calling thread under SCHED_BATCH within a ``with`` block, and under SCHED_OTHER again afterwards.
 
-    It ends with the block, so neither a caller's thread nor a process that it starts later is changed. A thread with a
-    policy of its own keeps it, and where the kernel refuses, things stay as they are. For one thread at a time.
+    Threads with another policy than SCHED_OTHER keep it. If the kernel refuses, the policy stays unchanged, and later
+    blocks do not try again. Used by one thread at a time; processes started outside the block do not inherit it.
     """
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class SchedBatchContext:
         if self._allowed and os.sched_getscheduler(0) == os.SCHED_OTHER:
             try:
                 os.sched_setscheduler(0, os.SCHED_BATCH, _PRIORITY)
-            except OSError as error:  # E.g. a sandbox that knows one policy.
+            except OSError as error:  # E.g. in a sandbox.
                 self._allowed = False
-                log.debug("the driver cannot give way to the ranks: %s", error)
+                log.debug("the driver waits without SCHED_BATCH: %s", error)
             else:
                 self._changed = True
 

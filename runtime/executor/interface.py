@@ -1,7 +1,7 @@
-"""The interface the engine sees: a group of ranks that executes one plan after another.
+"""Executor: the interface between the engine and a worker group.
 
-``supervisor.py`` implements it over real processes; the tests implement it in a few lines to prove scheduler and engine
-without any. Each method is called from one place of the engine, by one thread.
+``supervisor.py`` implements it over processes; tests of the engine and the scheduler implement it without any. The
+engine calls it from one thread.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Protocol
 from runtime.common.protocol import StepPlan, StepResult
 
 MAX_OUTSTANDING = 2
-"""Plans that may be submitted and not collected: the ranks find the next one waiting when they finish one."""
+"""Limit of plans that are submitted and not collected. With two, step n+1 is already queued on the ranks when step n
+ends."""
 
 
 class Executor(Protocol):
-    """A worker group, ready to execute steps."""
+    """Executes step plans on a worker group, in order."""
 
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to every rank. At most :data:`MAX_OUTSTANDING` plans are outstanding.
@@ -25,31 +26,34 @@ class Executor(Protocol):
         """
 
     def collect(self) -> StepResult:
-        """Wait for every rank's answer to the oldest outstanding plan and give rank 0's.
+        """Wait until every rank has answered the oldest outstanding plan; returns rank 0's result.
 
         Raises:
-            RankError: a rank died, raised, diverged, or was silent past its deadline. The group is gone afterwards.
+            RankError: a rank died, raised, diverged, or missed the deadline. The group is gone.
         """
         ...
 
     def wait(self, wakeup: int, timeout: float | None = None) -> bool:
-        """While no plan is outstanding: sleep until file descriptor ``wakeup`` is readable; whether it is.
+        """Sleep until file descriptor ``wakeup`` is readable; whether it is. No plan may be outstanding.
 
         Raises:
-            RankError: a rank died while idle. The group is gone afterwards.
+            RankError: a rank died while idle. The group is gone.
         """
         ...
 
     def restart(self) -> int:
-        """After a RankError: start the group anew, with the same number of ranks; gives its KV blocks, all empty.
+        """After a RankError: start another group with the same number of ranks.
 
-        Outstanding plans are forgotten. The next plan's step id is greater than any before.
+        Outstanding plans are discarded. The next plan's step id must be greater than any before.
+
+        Returns:
+            the number of KV blocks, all empty.
 
         Raises:
-            LockstepError: it cannot be started again (the launcher cannot, or a rank failed while starting). The
-                group is gone, and another ``restart`` may be tried.
+            LockstepError: the launcher does not support restarts, or a rank failed during start-up. The group is gone,
+                and another ``restart`` may be tried.
         """
         ...
 
     def close(self) -> None:
-        """End the group and everything it owns. May be called twice."""
+        """End the group and everything it owns. Idempotent."""

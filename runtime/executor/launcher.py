@@ -1,4 +1,4 @@
-"""What a launcher makes: a process and a channel for every rank. ``supervisor.py`` watches them."""
+"""Launcher: the interface between the executor and the code in ``launch/`` that makes the ranks' processes."""
 
 from __future__ import annotations
 
@@ -11,47 +11,53 @@ from runtime.common.model_config import ModelConfig
 
 
 class RankHandle(Protocol):
-    """A rank's process as the launcher that made it can see and end it."""
+    """Controls one rank's process.
+
+    Attributes:
+        rank: the rank's number.
+        host: name of its host.
+        pid: process id on that host; None until the rank has sent hello.
+    """
 
     rank: int
     host: str
     pid: int | None
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable once the process has ended."""
+        """A descriptor that is readable once the process has ended."""
         ...
 
     def returncode(self) -> int | None:
-        """Exit code, negative for a signal; None while it runs or where it cannot be known."""
+        """Exit code, negative for a signal; None while the process runs or where the code is unknown."""
         ...
 
     def signal(self, number: int) -> None:
-        """Send a signal where the launcher can."""
+        """Send a signal, if the launcher supports it for this rank."""
 
     def kill(self) -> None:
-        """End the process for certain."""
+        """End the process unconditionally."""
 
     def wait(self, timeout: float) -> bool:
-        """Wait for its end, at most ``timeout`` seconds; whether it has ended."""
+        """Wait at most ``timeout`` seconds for the process to end; whether it has ended."""
         ...
 
     def close(self) -> None:
-        """Release what the handle holds."""
+        """Release the handle's resources."""
 
 
 @dataclass(frozen=True)
 class StartedRank:
-    """A rank's process and its channel, which may still be silent."""
+    """A rank's process and its channel. The rank sends hello as soon as it runs."""
 
     handle: RankHandle
     channel: Channel
 
 
 class Launcher(Protocol):
-    """A way to make processes, one worker group after another.
+    """Makes the processes of one worker group after another.
 
     Attributes:
-        name: as ``distributed_executor_backend`` has it.
+        name: the value of ``distributed_executor_backend``.
         supports_restart: whether another worker group can be started after one has failed.
         restart_hint: if not, what the user does instead.
     """
@@ -61,11 +67,11 @@ class Launcher(Protocol):
     restart_hint: str
 
     def start(self, config: EngineConfig, model: ModelConfig, timeout: float) -> list[StartedRank]:
-        """Start every rank within ``timeout`` seconds and give them in rank order."""
+        """Start every rank within ``timeout`` seconds; returns them in rank order."""
         ...
 
     def release(self) -> None:
-        """Give back what the last start took beyond its ranks (they are gone by then). Another start may follow."""
+        """Release what the last start holds beyond its ranks, which have ended. Another start may follow."""
 
     def close(self) -> None:
-        """Release everything; no start follows."""
+        """Release everything. No start follows."""

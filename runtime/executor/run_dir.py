@@ -1,9 +1,9 @@
-"""What one start of a worker group puts into the file system, and how every trace of it is removed again.
+"""Run directory: the private folder of one start of a worker group, and the cleanup of everything named after it.
 
-The folder (mode 0700) holds the driver's socket and the file over which ranks meet. It is needed during start-up only.
-Shared-memory names begin with the folder's name, which carries the driver's pid, so that both the supervisor and a rank
-whose driver was killed can remove them, and a later start can sweep those of the dead (the shared-memory names are
-swept in ``parallel/collectives``).
+The folder (mode 0700) holds the driver's socket and the file of the ranks' rendezvous, which are used during start-up
+only. Its name contains the driver's pid, and the names of the start's shared-memory segments begin with it. So the
+supervisor, a rank whose driver was killed, and a later start can all remove what a start has left behind. Segments of
+dead drivers are also removed by ``parallel/collectives``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def make_run_dir() -> str:
-    """A new private folder for one start; folders of ours whose driver is dead are removed first."""
+    """Make a private folder for one start. Folders of this user's dead drivers are removed first."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
         pid = path.name.split("-")[1]
         if pid.isdecimal() and not os.path.exists(f"/proc/{pid}") and path.stat().st_uid == os.getuid():
@@ -28,12 +28,12 @@ def make_run_dir() -> str:
 
 
 def run_id(folder: str) -> str:
-    """The name of the start that owns ``folder``, with which its shared-memory names begin."""
+    """The name of the start that owns ``folder``: the prefix of its shared-memory names."""
     return os.path.basename(folder)
 
 
 def cleanup_run_dir(folder: str) -> None:
-    """Remove the folder and every shared-memory name of its start. Nothing happens for "" or a second time."""
+    """Remove the folder and every shared-memory name of its start. Idempotent; "" is ignored."""
     if not folder:
         return
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The two ends of a model over tensor-parallel ranks: token embedding and LM head, both cut by vocabulary.
+"""Token embedding and LM head over tensor-parallel ranks, both sharded by vocabulary.
 
-Both use the same cut, so that a head can share the embedding's weight. The head returns local logits only; who
-exchanges what of them is the sampler's matter.
+Both have the same shards, so that a head can share the embedding's weight. The head returns local logits only; the
+sampler runs the collectives on them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing_extensions import override
 
 from parallel.group import TensorParallelGroup, get_group
 from parallel.library import dispatch_keys, register_op
-from parallel.linear import QuantConfig, UnquantizedLinearMethod, WeightShard, choose_method
-from parallel.parameter import ParallelModule, ParameterLoader, Partition
-from parallel.shard import BLOCK, Shard, split
+from parallel.linear_method import LinearMethod, QuantConfig, UnquantizedLinearMethod, choose_method, require_tensor
+from parallel.parameter import PER_CHANNEL, ParallelModule, ParameterLoader, Partition, WeightShard
+from parallel.shard import Shard, split
 
 
 @functools.cache
-def split_vocab(vocab_size: int, parts: int) -> tuple[Shard, ...]:
-    """Who holds which rows of the embedding and of the LM head."""
-    return split(vocab_size, parts, BLOCK)
+def split_vocab(vocab_size: int, parts: int, multiple: int = 1) -> tuple[Shard, ...]:
+    """The rows of the embedding and of the LM head that each rank holds; see :func:`parallel.shard.split`."""
+    return split(vocab_size, parts, multiple=multiple)
 
 
 class _VocabParallel(ParallelModule):
-    """A weight ``[vocabulary, hidden]`` cut by vocabulary.
+    """Base class of the layers with a weight ``[vocabulary, hidden]`` that is sharded by vocabulary.
 
     Args:
         num_embeddings: the whole vocabulary.
@@ -35,6 +35,7 @@ class _VocabParallel(ParallelModule):
         group: the ranks.
         prefix: the layer's full name in the model.
         dtype: of the weight; default: torch's default dtype.
+        multiple: vocabulary entries that are never divided, e.g. a quantization group.
 
     Attributes:
         vocab_shard: the token ids of this rank.
@@ -48,13 +49,15 @@ class _VocabParallel(ParallelModule):
         group: TensorParallelGroup,
         prefix: str = "",
         dtype: torch.dtype | None = None,
+        multiple: int = 1,
     ) -> None:
         super().__init__(prefix)
         self.group = group
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
+        self.multiple = multiple
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.vocab_shard = split_vocab(num_embeddings, group.size)[group.rank]
+        self.vocab_shard = split_vocab(num_embeddings, group.size, multiple)[group.rank]
         partitions = (Partition(None, num_embeddings, self.vocab_shard),)
         self.weight_shard = WeightShard(partitions, Shard(0, embedding_dim), embedding_dim)
 
@@ -70,15 +73,18 @@ class VocabParallelEmbedding(_VocabParallel):
         group: TensorParallelGroup,
         prefix: str = "",
         dtype: torch.dtype | None = None,
+        multiple: int = 1,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
+        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype, multiple=multiple)
         UnquantizedLinearMethod().create_parameters(self, self.weight_shard, self.dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids ``[T]`` (int32 or int64) to ``[T, embedding_dim]``, on every rank."""
         if self.group.size == 1:
             return F.embedding(input_ids, self.weight)
-        local = torch.ops.lockstep.vocab_embedding(input_ids, self.weight, self.num_embeddings, self.group.name)
+        local = torch.ops.lockstep.vocab_embedding(
+            input_ids, self.weight, self.num_embeddings, self.multiple, self.group.name
+        )
         return self.group.all_reduce(local)
 
 
@@ -86,7 +92,7 @@ class ParallelLMHead(_VocabParallel):
     """The projection to logits. Each rank computes those of ``vocab_shard``.
 
     Args:
-        bias: whether there is one, cut like the weight.
+        bias: whether there is one, sharded like the vocabulary.
         quant_config: chooses the method, as for layer kind "lm_head"; None: unquantized.
 
     The others: see the embedding's.
@@ -104,29 +110,34 @@ class ParallelLMHead(_VocabParallel):
         quant_config: QuantConfig | None = None,
         prefix: str = "",
         dtype: torch.dtype | None = None,
+        multiple: int = 1,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype)
+        super().__init__(num_embeddings, embedding_dim, group=group, prefix=prefix, dtype=dtype, multiple=multiple)
         self._embedding: tuple[VocabParallelEmbedding, ...] = ()
-        self.method = choose_method(quant_config, "lm_head", prefix)
+        self.method: LinearMethod = choose_method(quant_config, "lm_head", prefix)
         self.method.create_parameters(self, self.weight_shard, self.dtype)
         if bias:
-            self.add_parameter("bias", ParameterLoader(self, "bias", self.weight_shard.partitions), self.dtype)
+            self.add_parameter("bias", ParameterLoader(self, "bias", self.weight_shard, PER_CHANNEL), self.dtype)
         else:
             self.register_parameter("bias", None)
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's weight from now on; the head has no weight parameter of its own any more.
+        """Use the embedding's weight from now on; the head's own weight parameter is removed.
 
-        The weight is looked up at every use, because materialising the model replaces it.
+        The weight is looked up at every use, because materializing the model replaces it.
 
         Raises:
-            ValueError: the embedding is of another shape, or the head's method stores no plain weight.
+            ValueError: the embedding has another shape or other shards, or the head's method stores no plain weight.
         """
-        mine, theirs = (self.num_embeddings, self.embedding_dim), (embedding.num_embeddings, embedding.embedding_dim)
-        if mine != theirs:
-            raise ValueError(f"{self.prefix or 'the LM head'} {mine} cannot share the weight of an embedding {theirs}")
+        own, other = (self.num_embeddings, self.embedding_dim), (embedding.num_embeddings, embedding.embedding_dim)
+        name = self.prefix or "the LM head"
+        if own != other or self.vocab_shard != embedding.vocab_shard:
+            raise ValueError(
+                f"{name} {own} with {self.vocab_shard} cannot share the weight of an embedding {other} with "
+                f"{embedding.vocab_shard}"
+            )
         if "weight" not in self._parameters:
-            raise ValueError(f"{self.prefix or 'the LM head'} stores no plain weight that could be the embedding's")
+            raise ValueError(f"{name} stores no plain weight that it could share with the embedding")
         del self.weight
         # In a tuple, so that the embedding does not become a submodule here and its weight a parameter with two names.
         self._embedding = (embedding,)
@@ -134,9 +145,9 @@ class ParallelLMHead(_VocabParallel):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden ``[n, embedding_dim]`` to the local logits ``[n, vocab_shard.size]``, in fp32.
 
-        Not rounded to a narrower dtype, in which the best tokens often tie.
+        Logits are not rounded to a narrower dtype, in which the best tokens often tie.
         """
-        return self.method.apply(self, hidden, self.bias, out_dtype=torch.float32)
+        return require_tensor(self.method.apply(self, hidden, self.bias, out_dtype=torch.float32), self)
 
     @override
     def process_after_loading(self) -> None:
@@ -144,20 +155,21 @@ class ParallelLMHead(_VocabParallel):
 
     @override
     def __getattr__(self, name: str) -> Any:
-        # Only reached for what is not found otherwise: the weight, once it is tied.
+        # Only called for names that are not found otherwise: the weight, once it is tied.
         if name == "weight" and (tied := self.__dict__.get("_embedding")):
             return tied[0].weight
         return super().__getattr__(name)
 
 
-def _vocab_embedding(input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, group_name: str) -> torch.Tensor:
-    """The rows of ids this rank holds, zeros for the others.
+def _vocab_embedding(
+    input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, multiple: int, group_name: str
+) -> torch.Tensor:
+    """The rows of the ids that this rank holds, zeros for the others.
 
-    An op and not a few tensor operations, because those would put the rank's first id into the traced graph, which is
-    shared by all ranks.
+    An opaque op, because tensor operations would put the rank's first id into the traced graph, which all ranks share.
     """
     group = get_group(group_name)
-    shard = split_vocab(vocab_size, group.size)[group.rank]
+    shard = split_vocab(vocab_size, group.size, multiple)[group.rank]
     local = input_ids - shard.start
     held = (local >= 0) & (local < shard.size)
     rows = F.embedding(torch.where(held, local, 0), weight)
@@ -165,7 +177,7 @@ def _vocab_embedding(input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: 
 
 
 def _vocab_embedding_fake(
-    input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, group_name: str
+    input_ids: torch.Tensor, weight: torch.Tensor, vocab_size: int, multiple: int, group_name: str
 ) -> torch.Tensor:
     return weight.new_empty((*input_ids.shape, weight.shape[1]))
 

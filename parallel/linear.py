@@ -1,155 +1,39 @@
-"""Linear layers over tensor-parallel ranks. Each knows its shard, how to cut a checkpoint tensor, and its forward.
+"""Linear layers over tensor-parallel ranks.
 
-Three things stay apart: the *cut* (:class:`WeightShard`, made by the layer), the *local sum* (a :class:`LinearMethod`:
-plain or quantized) and the *collective* (the group's, called by the layer). Every forward returns ``(output, optional
-bias)``, where the bias is None unless a caller is left to add it.
+Each layer holds the shard of its weight, slices checkpoint tensors accordingly, and runs the collective that its
+sharding needs. How the weight is stored and multiplied by is a :class:`~parallel.linear_method.LinearMethod`. Every
+forward returns ``(output, bias)``, where the bias is None unless the caller has to add it.
 
-Modules are built under ``torch.device("meta")``; parameters are filled later, through their ``loader``.
+Modules are built under ``torch.device("meta")``; their parameters are filled later, through their loaders.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
 from parallel.group import TensorParallelGroup
-from parallel.parameter import ParallelModule, ParameterLoader, Partition, ShapeError, TensorSource
-from parallel.shard import BLOCK, HeadShard, Shard, ShardError, split, split_heads
-
-__all__ = [
-    "ColumnParallelLinear",
-    "LinearBase",
-    "LinearMethod",
-    "MergedColumnParallelLinear",
-    "ParallelModule",
-    "ParameterLoader",
-    "Partition",
-    "QKVParallelLinear",
-    "QuantConfig",
-    "RowParallelLinear",
-    "ShapeError",
-    "TensorSource",
-    "UnquantizedLinearMethod",
-    "WeightShard",
-]
-
-
-@dataclass(frozen=True)
-class WeightShard:
-    """What one rank holds of the weight ``[output, input]`` of a linear layer.
-
-    Attributes:
-        partitions: of the output dimension, one per matrix stacked in it.
-        input_shard: this rank's part of the input dimension.
-        input_size: the whole input dimension.
-    """
-
-    partitions: tuple[Partition, ...]
-    input_shard: Shard
-    input_size: int
-
-    @property
-    def local_output_size(self) -> int:
-        """Rows of this rank's weight."""
-        return sum(partition.shard.size for partition in self.partitions)
-
-
-class LinearMethod(ABC):
-    """How a layer stores its weight and multiplies by it. Implementations are in ``workers/quantization/``."""
-
-    @abstractmethod
-    def create_parameters(self, layer: ParallelModule, shard: WeightShard, dtype: torch.dtype) -> None:
-        """Add the layer's parameters (all but the bias), each with its loader, on the ambient device."""
-
-    @abstractmethod
-    def apply(
-        self,
-        layer: ParallelModule,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """This rank's product: x ``[T, input_shard.size]`` to ``[T, local_output_size]``, plus the bias if given.
-
-        Args:
-            layer: holds the parameters.
-            x: the input.
-            bias: added if given.
-            out_dtype: None for x's dtype, or ``torch.float32`` for the fp32 sums without a final rounding, which
-                partial sums and logits need.
-        """
-
-    @abstractmethod
-    def process_after_loading(self, layer: ParallelModule) -> None:
-        """Called once when every parameter is filled: the place to rearrange them."""
-
-
-class QuantConfig(Protocol):
-    """Chooses the linear method of each layer of a model."""
-
-    def get_linear_method(self, layer_kind: str, prefix: str) -> LinearMethod | None:
-        """The method of the layer named ``prefix``; None for :class:`UnquantizedLinearMethod`.
-
-        ``layer_kind`` is "column", "merged", "qkv", "row" or "lm_head".
-        """
-        ...
-
-
-class UnquantizedLinearMethod(LinearMethod):
-    """A plain weight ``[local_output_size, input_shard.size]`` in the layer's dtype, multiplied by torch."""
-
-    @override
-    def create_parameters(self, layer: ParallelModule, shard: WeightShard, dtype: torch.dtype) -> None:
-        loader = ParameterLoader(layer, "weight", shard.partitions, columns=(shard.input_shard, shard.input_size))
-        layer.add_parameter("weight", loader, dtype)
-
-    @override
-    def apply(
-        self,
-        layer: ParallelModule,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        weight = layer.weight
-        if out_dtype is None or out_dtype == x.dtype:
-            return F.linear(x, weight, bias)
-        if x.is_cpu:  # torch.mm takes out_dtype on CUDA only.
-            return F.linear(x.to(out_dtype), weight.to(out_dtype), None if bias is None else bias.to(out_dtype))
-        product = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=out_dtype).unflatten(0, x.shape[:-1])
-        return product if bias is None else product + bias
-
-    @override
-    def process_after_loading(self, layer: ParallelModule) -> None:
-        pass
-
-
-def choose_method(quant_config: QuantConfig | None, layer_kind: str, prefix: str) -> LinearMethod:
-    """The method of a layer: what ``quant_config`` chooses, else :class:`UnquantizedLinearMethod`."""
-    method = None if quant_config is None else quant_config.get_linear_method(layer_kind, prefix)
-    return UnquantizedLinearMethod() if method is None else method
+from parallel.linear_method import LinearInput, LinearMethod, QuantConfig, choose_method, require_tensor
+from parallel.parameter import PER_CHANNEL, ParallelModule, ParameterLoader, Partition, WeightShard
+from parallel.shard import HeadShard, Shard, ShardError, heads_in, split, split_heads
 
 
 class LinearBase(ParallelModule):
-    """What the linear layers share: group, cut, method and bias. The arguments here are common to all of them.
+    """Base class of the linear layers: group, shard, method and bias.
 
     Args:
-        kind: the layer kind a quantization config sees.
-        cut: what this rank holds.
+        layer_kind: the kind that the quantization config sees.
+        shard: this rank's part of the weight.
         group: the ranks.
-        bias: whether there is one. It is cut like the rows.
+        bias: whether there is one. It is sharded like the output dimension.
         quant_config: chooses the method; None: unquantized.
         prefix: the layer's full name in the model.
-        disable_tp: hold the full weight on every rank and use no collective.
-        dtype: of the parameters; default: torch's default dtype.
+        disable_tp: hold the full weight on every rank and run no collective.
+        dtype: of activations and plain weights; default: torch's default dtype.
         zero_bias: keep a bias of zeros, because another rank adds it.
     """
 
@@ -157,7 +41,7 @@ class LinearBase(ParallelModule):
 
     def __init__(
         self,
-        kind: str,
+        layer_kind: str,
         shard: WeightShard,
         *,
         group: TensorParallelGroup,
@@ -170,13 +54,13 @@ class LinearBase(ParallelModule):
     ) -> None:
         super().__init__(prefix)
         self.group = group
-        self.tp_rank, self.tp_size = _place(group, disable_tp)
+        self.tp_rank, self.tp_size = _rank_and_size(group, disable_tp)
         self.weight_shard = shard
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        self.method = choose_method(quant_config, kind, prefix)
-        self.method.create_parameters(self, shard, dtype)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.method: LinearMethod = choose_method(quant_config, layer_kind, prefix)
+        self.method.create_parameters(self, shard, self.dtype)
         if bias:
-            self.add_parameter("bias", ParameterLoader(self, "bias", shard.partitions, zero=zero_bias), dtype)
+            self.add_parameter("bias", ParameterLoader(self, "bias", shard, PER_CHANNEL, zero=zero_bias), self.dtype)
         else:
             self.register_parameter("bias", None)
 
@@ -192,15 +76,18 @@ class LinearBase(ParallelModule):
 
 
 class ColumnParallelLinear(LinearBase):
-    """A linear layer whose output dimension is cut: every rank computes its own columns of the output.
+    """A linear layer whose output dimension is sharded: every rank computes its part of the output.
 
     Args:
         input_size: of the whole layer, present on every rank.
         output_size: of the whole layer.
         gather_output: return the whole output on every rank instead of the local part.
-        multiple: output elements that stay together, see :func:`parallel.shard.split`.
+        multiple: output elements that are never divided, e.g. a quantization group.
 
-    The others: see :class:`LinearBase`. Raises :class:`~parallel.shard.ShardError` if it cannot be cut.
+    The others: see :class:`LinearBase`.
+
+    Raises:
+        ShardError: the output cannot be divided over that many ranks.
     """
 
     def __init__(
@@ -215,10 +102,10 @@ class ColumnParallelLinear(LinearBase):
         disable_tp: bool = False,
         dtype: torch.dtype | None = None,
         gather_output: bool = False,
-        multiple: int = BLOCK,
+        multiple: int = 1,
     ) -> None:
-        tp_rank, tp_size = _place(group, disable_tp)
-        self._shards = split(output_size, tp_size, multiple)
+        tp_rank, tp_size = _rank_and_size(group, disable_tp)
+        self._shards = split(output_size, tp_size, multiple=multiple)
         partitions = (Partition(None, output_size, self._shards[tp_rank]),)
         super().__init__(
             "column", WeightShard(partitions, Shard(0, input_size), input_size), group=group, bias=bias,
@@ -226,11 +113,11 @@ class ColumnParallelLinear(LinearBase):
         )  # fmt: skip
         self.gather_output = gather_output
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x ``[T, input_size]`` to ``[T, local rows]``, or ``[T, output_size]`` with ``gather_output``."""
+    def forward(self, x: LinearInput) -> tuple[LinearInput, torch.Tensor | None]:
+        """x ``[T, input_size]`` to ``[T, local_output_size]``, or ``[T, output_size]`` with ``gather_output``."""
         y = self.method.apply(self, x, self.bias)
         if self.gather_output and self.tp_size > 1:
-            y = gather_columns(self.group, y, self._shards)
+            y = gather_columns(self.group, require_tensor(y, self), self._shards)
         return y, None
 
 
@@ -238,12 +125,12 @@ class MergedColumnParallelLinear(LinearBase):
     """Several column-parallel layers of the same input in one product, e.g. gate and up.
 
     A rank holds its slice of the first matrix, then its slice of the second, and so on: its output is the local part
-    of each, in order. Checkpoint tensors: one per matrix (``shard_id`` 0, 1, ...) or all in one (None).
+    of each, in order. Checkpoint tensors hold one matrix (``shard_id`` 0, 1, ...) or all of them, fused (None).
 
     Args:
         input_size: of the whole layers, present on every rank.
         output_sizes: of each whole matrix.
-        multiple: output elements that stay together.
+        multiple: output elements that are never divided, e.g. a quantization group.
     """
 
     def __init__(
@@ -257,11 +144,11 @@ class MergedColumnParallelLinear(LinearBase):
         prefix: str = "",
         disable_tp: bool = False,
         dtype: torch.dtype | None = None,
-        multiple: int = BLOCK,
+        multiple: int = 1,
     ) -> None:
-        tp_rank, tp_size = _place(group, disable_tp)
+        tp_rank, tp_size = _rank_and_size(group, disable_tp)
         partitions = tuple(
-            Partition(i, size, split(size, tp_size, multiple)[tp_rank]) for i, size in enumerate(output_sizes)
+            Partition(i, size, split(size, tp_size, multiple=multiple)[tp_rank]) for i, size in enumerate(output_sizes)
         )
         super().__init__(
             "merged", WeightShard(partitions, Shard(0, input_size), input_size), group=group, bias=bias,
@@ -269,24 +156,27 @@ class MergedColumnParallelLinear(LinearBase):
         )  # fmt: skip
         self.local_output_sizes = tuple(partition.shard.size for partition in partitions)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: LinearInput) -> tuple[LinearInput, torch.Tensor | None]:
         """x ``[T, input_size]`` to ``[T, sum(local_output_sizes)]``."""
         return self.method.apply(self, x, self.bias), None
 
 
 class QKVParallelLinear(LinearBase):
-    """The query, key and value projections in one product, cut by KV group.
+    """The query, key and value projections in one product, sharded by KV group.
 
     The output is this rank's query heads, then its key heads, then its value heads. With more ranks than KV heads,
-    several ranks hold the same KV head. Checkpoint tensors: "q", "k", "v", or all in one below one another (None).
+    several ranks hold the same KV head. Checkpoint tensors hold "q", "k" or "v", or all of them, fused (None).
 
     Args:
         hidden_size: the input, present on every rank.
         head_dim: elements of one head.
         num_heads: query heads of the whole layer.
         num_kv_heads: KV heads of the whole layer.
+        multiple: output elements that are never divided, e.g. a quantization group.
+        q_multiple: the same for the queries only, where the output projection takes them in groups.
 
     Attributes:
+        head_shards: the heads of every rank.
         head_shard: this rank's heads.
         q_size: elements of the output that are queries.
         kv_size: elements of the output that are keys, and as many values.
@@ -305,10 +195,19 @@ class QKVParallelLinear(LinearBase):
         prefix: str = "",
         disable_tp: bool = False,
         dtype: torch.dtype | None = None,
+        multiple: int = 1,
+        q_multiple: int = 1,
     ) -> None:
-        tp_rank, tp_size = _place(group, disable_tp)
-        self.head_shard: HeadShard = split_heads(num_heads, num_kv_heads, tp_size)[tp_rank]
-        q, kv = _elements(self.head_shard.q, head_dim), _elements(self.head_shard.kv, head_dim)
+        tp_rank, tp_size = _rank_and_size(group, disable_tp)
+        self.head_shards = split_heads(
+            num_heads,
+            num_kv_heads,
+            tp_size,
+            q_multiple=heads_in(math.lcm(multiple, q_multiple), head_dim),
+            kv_multiple=heads_in(multiple, head_dim),
+        )
+        self.head_shard: HeadShard = self.head_shards[tp_rank]
+        q, kv = self.head_shard.q.scaled(head_dim), self.head_shard.kv.scaled(head_dim)
         whole_kv = num_kv_heads * head_dim
         partitions = (
             Partition("q", num_heads * head_dim, q),
@@ -322,27 +221,30 @@ class QKVParallelLinear(LinearBase):
         self.q_size = q.size
         self.kv_size = kv.size
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: LinearInput) -> tuple[LinearInput, torch.Tensor | None]:
         """x ``[T, hidden_size]`` to ``[T, q_size + 2 * kv_size]``."""
         return self.method.apply(self, x, self.bias), None
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer whose input dimension is cut: every rank has a part of the input and a partial sum.
+    """A linear layer whose input dimension is sharded: every rank has a part of the input and a partial sum.
 
-    Partial sums stay in fp32 until the ranks' sum is rounded, once. Rounded to bf16 each, they ruin models whose
-    residual stream has a few huge entries: two partials of thousands whose sum is near zero lose all of it, so that
-    the same prompt was answered wrongly at TP 2 and rightly at TP 1.
+    Partial sums are fp32, and only their sum over the ranks is rounded. Rounding each to bf16 breaks models whose
+    residual stream has a few huge entries: two partials of thousands whose sum is near zero lose all precision, and
+    TP 2 then gives other tokens than TP 1.
 
-    The bias is added once: after the all-reduce, or, where the partials are returned, to rank 0's. In the latter case
-    the other ranks hold zeros for it, so that every rank traces the same graph.
+    The bias is added once: after the all-reduce or, where the partial sums are returned, to that of rank 0. In the
+    latter case the other ranks hold a bias of zeros, so that every rank traces the same graph.
 
     Args:
         input_size: of the whole layer; a rank's input is its shard.
         output_size: of the whole layer.
-        reduce_results: sum over the ranks; else return the partial sum.
-        shards: the cut of the input in elements, one per rank, where it is not the default (attention heads).
-        multiple: input elements that stay together in the default cut.
+        reduce_results: all-reduce the output; else return the partial sum.
+        shards: of the input in elements, one per rank, where they are not the default (attention heads).
+        multiple: input elements that are never divided, e.g. a quantization group; unused with ``shards``.
+
+    Raises:
+        ShardError: the input cannot be divided over that many ranks, or ``shards`` do not cover it.
     """
 
     def __init__(
@@ -358,11 +260,11 @@ class RowParallelLinear(LinearBase):
         dtype: torch.dtype | None = None,
         reduce_results: bool = True,
         shards: tuple[Shard, ...] | None = None,
-        multiple: int = BLOCK,
+        multiple: int = 1,
     ) -> None:
-        tp_rank, tp_size = _place(group, disable_tp)
+        tp_rank, tp_size = _rank_and_size(group, disable_tp)
         if disable_tp or shards is None:
-            shards = split(input_size, tp_size, multiple)
+            shards = split(input_size, tp_size, multiple=multiple)
         _check_shards(shards, input_size, tp_size, prefix)
         partitions = (Partition(None, output_size, Shard(0, output_size)),)
         super().__init__(
@@ -372,32 +274,31 @@ class RowParallelLinear(LinearBase):
         )  # fmt: skip
         self.reduce_results = reduce_results
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x ``[T, local columns]`` to ``[T, output_size]``: the sum over ranks, or this rank's part of it."""
+    def forward(self, x: LinearInput) -> tuple[LinearInput, torch.Tensor | None]:
+        """x ``[T, input_shard.size]`` to ``[T, output_size]``: the sum over ranks, or this rank's partial sum."""
         if self.tp_size == 1 or not self.reduce_results:
             return self.method.apply(self, x, self.bias), None
-        y = self.group.all_reduce(self.method.apply(self, x, None, out_dtype=torch.float32))
-        return (y if self.bias is None else y + self.bias).to(x.dtype), None
+        partial = require_tensor(self.method.apply(self, x, None, out_dtype=torch.float32), self)
+        y = self.group.all_reduce(partial)
+        dtype = x.dtype if isinstance(x, torch.Tensor) else self.dtype
+        return (y if self.bias is None else y + self.bias).to(dtype), None
 
 
 def gather_columns(group: TensorParallelGroup, y: torch.Tensor, shards: tuple[Shard, ...]) -> torch.Tensor:
-    """The whole ``[T, total]`` from every rank's ``[T, shards[rank].size]``, on every rank, of shards of any size."""
+    """All-gather of uneven shards: ``[T, shards[rank].size]`` of every rank to ``[T, total]`` on every rank."""
     longest = max(shard.size for shard in shards)
     parts = group.all_gather(F.pad(y, (0, longest - y.shape[-1])))
     return torch.cat([parts[rank, ..., : shard.size] for rank, shard in enumerate(shards)], dim=-1)
 
 
-def _place(group: TensorParallelGroup, disable_tp: bool) -> tuple[int, int]:
-    """The rank and size by which a layer is cut."""
+def _rank_and_size(group: TensorParallelGroup, disable_tp: bool) -> tuple[int, int]:
+    """The rank and size for which a layer is sharded."""
     return (0, 1) if disable_tp else (group.rank, group.size)
 
 
-def _elements(heads: Shard, head_dim: int) -> Shard:
-    return Shard(heads.start * head_dim, heads.size * head_dim)
-
-
 def _check_shards(shards: tuple[Shard, ...], total: int, parts: int, prefix: str) -> None:
-    """Refuse a cut that is not one neighbouring range per rank, together all of the dimension."""
+    """Refuse shards that are not one contiguous range per rank, together all of the dimension."""
     starts = [0, *(shard.stop for shard in shards)]
     if len(shards) != parts or [*(shard.start for shard in shards), total] != starts:
-        raise ShardError(f"{prefix or 'a row-parallel layer'}: {shards} do not cut {total} elements over {parts} ranks")
+        name = prefix or "a row-parallel layer"
+        raise ShardError(f"{name}: {shards} do not divide {total} elements over {parts} ranks")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
-from parallel.group import single_rank_group
+from parallel.group import TensorParallelGroup, single_rank_group
 from tests.parallel.sources import Recorded, random
-from tests.parallel.unconnected import unconnected_group
+from tests.parallel.unconnected import ConstantCollectives, unconnected_group
 
 ALONE = single_rank_group(torch.device("cpu"))
 
@@ -29,8 +29,12 @@ def test_a_tied_head_follows_the_embedding_through_materialising() -> None:
 
 def test_tying_to_another_shape_is_refused() -> None:
     head = ParallelLMHead(101, 8, group=ALONE, prefix="lm_head")
-    with pytest.raises(ValueError, match=r"lm_head \(101, 8\) cannot share .* \(100, 8\)"):
+    with pytest.raises(ValueError, match=r"lm_head \(101, 8\) .* cannot share .* \(100, 8\)"):
         head.tie_weights(VocabParallelEmbedding(100, 8, group=ALONE))
+    second_of_two = unconnected_group(1, 2)
+    head = ParallelLMHead(300, 8, group=second_of_two, multiple=128)
+    with pytest.raises(ValueError, match=r"Shard\(start=128, size=172\) cannot share .* Shard\(start=144, size=156\)"):
+        head.tie_weights(VocabParallelEmbedding(300, 8, group=second_of_two))
 
 
 def test_an_uneven_vocabulary_is_held_completely_and_alike_by_both_ends() -> None:
@@ -42,3 +46,22 @@ def test_an_uneven_vocabulary_is_held_completely_and_alike_by_both_ends() -> Non
         assert head.weight.shape == (head.vocab_shard.size, 8)
         held += range(head.vocab_shard.start, head.vocab_shard.stop)
     assert held == list(range(1003))
+
+
+def test_the_lookup_passes_opcheck() -> None:
+    group = TensorParallelGroup("embedding", 0, 2, torch.device("cpu"), ConstantCollectives(0, 2))
+    weight, ids = random(5, 4, seed=1), torch.tensor([0, 3, 9])
+    torch.library.opcheck(torch.ops.lockstep.vocab_embedding.default, (ids, weight, 10, 1, "embedding"))
+    group.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_lookup_of_a_group_aligned_vocabulary(rank: int) -> None:
+    group = TensorParallelGroup("embedding", rank, 2, torch.device("cpu"), ConstantCollectives(rank, 2))
+    embedding = VocabParallelEmbedding(300, 4, group=group, multiple=128)
+    table, ids = random(300, 4, seed=1), torch.arange(300)
+    embedding.weight.loader.load(Recorded(table))
+    held = (ids < 128) == (rank == 0)
+    # The all-reduce of the fake group doubles what this rank has.
+    assert torch.equal(embedding(ids), torch.where(held[:, None], 2 * table, 0))
+    group.close()

@@ -7,35 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.collectives.base import Collectives
 from parallel.group import TensorParallelGroup, get_group, init_group, single_rank_group
 from parallel.group_spec import GroupSpec
+from tests.parallel.unconnected import ConstantCollectives
 
 CPU = torch.device("cpu")
-
-
-class _Doubling(Collectives):
-    """Two ranks that always hold the same."""
-
-    backend = "doubling"
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x + x
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x, x])
-
-    def gather(self, x: torch.Tensor, dst: int) -> torch.Tensor | None:
-        return torch.stack([x, x]) if dst == 0 else None
-
-    def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        return x.clone()
-
-    def barrier(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_single_rank_exchanges_nothing() -> None:
@@ -51,7 +27,7 @@ def test_a_single_rank_exchanges_nothing() -> None:
     group.close()
 
 
-def test_init_group_of_one_needs_nobody() -> None:
+def test_a_group_of_one_needs_no_rendezvous() -> None:
     group = init_group(GroupSpec("tp", 0, 1, "file:///nowhere"), CPU)
     assert (group.name, group.size) == ("tp", 1)
 
@@ -86,23 +62,21 @@ def test_a_backend_that_does_not_fit_is_refused(changed: dict[str, Any], text: s
 
 
 def test_names_are_unique_while_a_group_is_open() -> None:
-    group = TensorParallelGroup("once", 0, 2, CPU, _Doubling(0, 2))
+    group = TensorParallelGroup("once", 0, 2, CPU, ConstantCollectives(0, 2))
     assert get_group("once") is group
     with pytest.raises(ValueError, match="already has a group 'once'"):
-        TensorParallelGroup("once", 0, 2, CPU, _Doubling(0, 2))
+        TensorParallelGroup("once", 0, 2, CPU, ConstantCollectives(0, 2))
     group.close()
     with pytest.raises(ValueError, match="no group 'once' is open"):
         get_group("once")
-    TensorParallelGroup("once", 0, 2, CPU, _Doubling(0, 2)).close()
+    TensorParallelGroup("once", 0, 2, CPU, ConstantCollectives(0, 2)).close()
 
 
 def test_the_ops_find_the_group_by_name_and_pass_opcheck() -> None:
-    group = TensorParallelGroup("checked", 0, 2, CPU, _Doubling(0, 2))
+    group = TensorParallelGroup("checked", 0, 2, CPU, ConstantCollectives(0, 2))
     x = torch.randn(3, 4)
     torch.testing.assert_close(group.all_reduce(x), 2 * x)
     assert group.all_gather(x).shape == (2, 3, 4)
     torch.library.opcheck(torch.ops.lockstep.all_reduce.default, (x, "checked"))
     torch.library.opcheck(torch.ops.lockstep.all_gather.default, (x, 2, "checked"))
-    weight, ids = torch.randn(5, 4), torch.tensor([0, 3, 9])
-    torch.library.opcheck(torch.ops.lockstep.vocab_embedding.default, (ids, weight, 10, "checked"))
     group.close()

@@ -39,7 +39,7 @@ def column_parallel(group: TensorParallelGroup, width: int) -> None:
     expected = F.linear(x, weight, bias)
     with torch.device("meta"):
         local = ColumnParallelLinear(HIDDEN, width, group=group, bias=True)
-        whole = ColumnParallelLinear(HIDDEN, width, group=group, bias=True, gather_output=True, multiple=1)
+        whole = ColumnParallelLinear(HIDDEN, width, group=group, bias=True, gather_output=True)
     shard = local.weight_shard.partitions[0].shard
     y, left_over = filled(local, weight, bias)(x)
     assert left_over is None

@@ -1,4 +1,4 @@
-"""The cuts, by table and by properties that hold for every size."""
+"""Sharding rules, by table and by properties that hold for every size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from parallel.shard import HeadShard, Shard, ShardError, check_tp_size, split, split_heads
+from parallel.shard import HeadShard, Shard, ShardError, check_tp_size, format_sizes, split, split_heads
 
 
 def sizes(shards: tuple[Shard, ...]) -> list[int]:
@@ -34,19 +34,48 @@ def covers(shards: tuple[Shard, ...], total: int) -> bool:
     ],
 )
 def test_split_by_table(total: int, parts: int, multiple: int, expected: list[int]) -> None:
-    assert sizes(split(total, parts, multiple)) == expected
+    assert sizes(split(total, parts, align=multiple)) == expected
 
 
-@pytest.mark.parametrize("multiple", [1, 3, 16, 64])
-def test_split_covers_everything_in_whole_blocks(multiple: int) -> None:
+@pytest.mark.parametrize("multiple", [1, 2, 16, 64])
+def test_split_covers_everything_in_aligned_shards(multiple: int) -> None:
     for total in range(1, 200):
         for parts in range(1, min(total, 20) + 1):
-            shards = split(total, parts, multiple)
+            shards = split(total, parts, align=multiple)
             assert len(shards) == parts
             assert covers(shards, total)
             if total >= multiple * parts:
                 assert all(shard.start % multiple == 0 for shard in shards)
                 assert max(sizes(shards)) - min(sizes(shards)[:-1] or [total]) <= multiple
+
+
+@pytest.mark.parametrize(
+    ("total", "parts", "multiple", "expected"),
+    [
+        (512, 2, 128, [256, 256]),
+        (384, 2, 128, [128, 256]),
+        (1000, 3, 128, [256, 384, 360]),  # the last group is incomplete
+        (96, 3, 24, [24, 24, 48]),  # 48, the common multiple with the preferred 16, would leave a rank empty
+        (144, 3, 24, [48, 48, 48]),
+        (9, 3, 3, [3, 3, 3]),
+    ],
+)
+def test_split_never_divides_a_quantization_group(total: int, parts: int, multiple: int, expected: list[int]) -> None:
+    assert sizes(split(total, parts, multiple=multiple)) == expected
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3, 24, 128])
+def test_a_border_lies_between_groups_or_the_size_is_refused(multiple: int) -> None:
+    for total in range(1, 400, 7):
+        groups = -(-total // multiple)
+        for parts in range(1, 9):
+            if parts <= groups:
+                shards = split(total, parts, multiple=multiple)
+                assert covers(shards, total)
+                assert all(shard.start % multiple == 0 for shard in shards)
+            else:
+                with pytest.raises(ShardError, match=rf"sizes that work: 1( to {groups})?$"):
+                    split(total, parts, multiple=multiple)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +105,35 @@ def test_more_ranks_than_kv_heads_replicates_a_kv_head() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_multiple", "kv_multiple", "working"),
+    [
+        (32, 8, 1, 1, "1 to 32"),
+        (32, 8, 2, 1, "1 to 16"),
+        (32, 8, 2, 2, "1 to 4"),
+        (9, 3, 2, 1, "1 to 2"),  # two groups of three heads are three pairs, one is none
+        (8, 1, 2, 2, "1 to 4"),
+        (8, 1, 3, 1, "1 to 3"),
+        (12, 4, 4, 1, "1"),
+    ],
+)
+def test_split_heads_keeps_groups_that_span_heads(
+    heads: int, kv_heads: int, q_multiple: int, kv_multiple: int, working: str
+) -> None:
+    accepted: list[int] = []
+    for parts in range(1, heads + 1):
+        try:
+            shards = split_heads(heads, kv_heads, parts, q_multiple=q_multiple, kv_multiple=kv_multiple)
+        except ShardError as error:
+            assert str(error).endswith(f"sizes that work: {working}")
+            continue
+        accepted.append(parts)
+        assert covers(tuple(shard.q for shard in shards), heads)
+        assert all(shard.q.start % q_multiple == 0 and shard.kv.start % kv_multiple == 0 for shard in shards)
+        assert {kv for shard in shards for kv in range(shard.kv.start, shard.kv.stop)} == set(range(kv_heads))
+    assert format_sizes(accepted) == working
+
+
 @pytest.mark.parametrize("kv_heads", range(1, 9))
 @pytest.mark.parametrize("group", range(1, 6))
 def test_every_query_head_lies_with_its_kv_head(kv_heads: int, group: int) -> None:
@@ -95,18 +153,19 @@ def test_every_query_head_lies_with_its_kv_head(kv_heads: int, group: int) -> No
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: split(3, 4), "use 1 to 3 parts"),
+        (lambda: split(3, 4), "sizes that work: 1 to 3$"),
         (lambda: split(3, 0), "start at 1"),
+        (lambda: split(300, 4, multiple=128), "300 elements in groups of 128 .* sizes that work: 1 to 3$"),
         (lambda: split_heads(9, 4, 1), "whole number of groups"),
-        (lambda: split_heads(9, 3, 10), "use 1 to 9 parts"),
+        (lambda: split_heads(9, 3, 10), "sizes that work: 1 to 9$"),
     ],
 )
-def test_impossible_cuts_say_what_is_possible(call: object, text: str) -> None:
+def test_an_unsupported_size_names_those_that_work(call: object, text: str) -> None:
     with pytest.raises(ShardError, match=text):
         call()
 
 
-def test_check_tp_size_accepts_exactly_the_sizes_that_can_be_cut() -> None:
+def test_check_tp_size_accepts_exactly_the_sizes_that_work() -> None:
     model = {"num_heads": 9, "num_kv_heads": 3, "intermediate_size": 1536, "vocab_size": 49152}
     for tp_size in range(1, 10):
         check_tp_size(**model, tp_size=tp_size)
@@ -120,6 +179,19 @@ def test_check_tp_size_names_the_narrowest_dimension() -> None:
         check_tp_size(num_heads=8, num_kv_heads=8, intermediate_size=2, vocab_size=100, tp_size=4)
     with pytest.raises(ShardError, match=r"config\.json is wrong"):
         check_tp_size(num_heads=9, num_kv_heads=2, intermediate_size=64, vocab_size=100, tp_size=1)
+
+
+def test_check_tp_size_keeps_quantization_groups() -> None:
+    model = {"num_heads": 32, "num_kv_heads": 8, "intermediate_size": 8192, "vocab_size": 128256, "head_dim": 64}
+    check_tp_size(**model, tp_size=8, input_multiple=128)
+    check_tp_size(**model, tp_size=4, input_multiple=128, output_multiple=128)
+    with pytest.raises(ShardError, match=r"8 .* in quantization groups of 128; sizes that work: 1 to 4$"):
+        check_tp_size(**model, tp_size=8, input_multiple=128, output_multiple=128)
+    narrow = {**model, "intermediate_size": 384}
+    with pytest.raises(ShardError, match=r"sizes that work: 1 to 3$"):
+        check_tp_size(**narrow, tp_size=4, input_multiple=128)
+    with pytest.raises(ShardError, match=r"sizes that work: 1 to 2$"):
+        check_tp_size(**{**model, "vocab_size": 200}, tp_size=3, output_multiple=128)
 
 
 def test_needs_no_torch() -> None:

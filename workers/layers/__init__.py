@@ -1,1 +1,1 @@
-"""The layers of a decoder that are not a cut linear: attention, MLP, norm, rotary embedding, activation."""
+"""Layers of a decoder: attention, MLP, norm, rotary embedding, activation. Parallel linear layers are in parallel/."""

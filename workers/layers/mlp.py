@@ -1,4 +1,4 @@
-"""The gated feed-forward network of a decoder layer: gate and up in one product, activation, down."""
+"""The gated MLP of a decoder layer: gate and up in one product, activation, down."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup
-from parallel.linear import MergedColumnParallelLinear, QuantConfig, RowParallelLinear
+from parallel.linear import MergedColumnParallelLinear, RowParallelLinear
+from parallel.linear_method import QuantConfig, joint_multiple
 from workers.layers.activation import SiluAndMul, activation_for
 
 
 class MLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))``, cut over the ranks by columns, then by rows.
+    """``down(silu(gate(x)) * up(x))``: column-parallel gate and up, row-parallel down.
 
     Args:
         hidden_size: of input and output.
         intermediate_size: of the activation, over all ranks.
-        hidden_act: "silu"; a model with another activation brings its own layer.
+        hidden_act: "silu"; a model with another activation has a layer of its own.
         quant_config: of the two linear layers; None: plain weights.
-        bias: whether they have biases.
+        bias: whether the linear layers have biases.
         prefix: the layer's full name; ``{prefix}.gate_up_proj`` and ``{prefix}.down_proj`` hold the parameters.
-        reduce_results: sum the output over the ranks; else return this rank's partial sum.
-        disable_tp: whole weights and no exchange on every rank.
+        reduce_results: all-reduce the output; else return this rank's partial sum.
+        disable_tp: full weights on every rank and no collective.
         group: the ranks.
         dtype: of the parameters.
 
     Raises:
         ValueError: another ``hidden_act``.
+        ShardError: ``intermediate_size`` cannot be divided over that many ranks.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class MLP(nn.Module):
         if hidden_act != "silu":
             raise ValueError(
                 f"{prefix or 'MLP'}: hidden_act is {hidden_act!r}; this layer computes silu(gate) * up and takes "
-                "'silu' only, a model with another activation brings its own layer"
+                "'silu' only, a model with another activation has a layer of its own"
             )
+        multiple = joint_multiple(quant_config)
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size,
             [intermediate_size] * 2,
@@ -58,6 +61,7 @@ class MLP(nn.Module):
             prefix=f"{prefix}.gate_up_proj",
             disable_tp=disable_tp,
             dtype=dtype,
+            multiple=multiple,
         )
         self.down_proj = RowParallelLinear(
             intermediate_size,
@@ -69,6 +73,7 @@ class MLP(nn.Module):
             reduce_results=reduce_results,
             disable_tp=disable_tp,
             dtype=dtype,
+            multiple=multiple,
         )
         self._activate = activation_for(self.down_proj, SiluAndMul())
 

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, with the residual addition that precedes it in a decoder."""
+"""RMS normalization, with the residual addition that precedes it in a decoder."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from typing import overload
 
 import torch
 
-from parallel.parameter import ParallelModule, ParameterLoader, Partition
-from parallel.shard import Shard
+from parallel.parameter import PER_CHANNEL, ParallelModule, ParameterLoader, replicated_vector
 from workers.kernels.ops.rms_norm import fused_add_rms_norm, rms_norm
 
 
 class RMSNorm(ParallelModule):
-    """``x / rms(x) * weight`` over the last dimension: fp32 inside, rounded to the input's dtype before the weight.
+    """``x / rms(x) * weight`` over the last dimension, computed in fp32 and rounded to x's dtype before the weight.
 
     Args:
         hidden_size: of the last dimension.
         eps: added to the mean square.
-        dtype: of the weight, which every rank holds whole.
+        dtype: of the weight, which is replicated on every rank.
         prefix: the layer's full name.
     """
 
     def __init__(self, hidden_size: int, eps: float, *, dtype: torch.dtype, prefix: str = "") -> None:
         super().__init__(prefix)
         self.eps = eps
-        whole = Partition(None, hidden_size, Shard(0, hidden_size))
-        self.add_parameter("weight", ParameterLoader(self, "weight", (whole,)), dtype)
+        self.add_parameter(
+            "weight", ParameterLoader(self, "weight", replicated_vector(hidden_size), PER_CHANNEL), dtype
+        )
 
     @overload
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...

@@ -1,1 +1,1 @@
-"""The models: one shared decoder body, one small file per family, and the registry from architecture to class."""
+"""Models: the shared decoder, one file per family, and the registry of architectures."""

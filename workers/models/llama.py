@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and the many models that share its form (SmolLM, TinyLlama, ...)."""
+"""Llama 2, 3 and 3.1, and models with the same architecture (SmolLM, TinyLlama, ...)."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from workers.models.decoder import DecoderForCausalLM
 
 
 class LlamaForCausalLM(DecoderForCausalLM):
-    """The plain decoder. Biases and rotary scaling come from the config."""
+    """The decoder as it is; biases and rotary scaling come from the config."""

@@ -1,4 +1,4 @@
-"""Mistral: Llama's form, with a sliding window in every layer if the config sets one."""
+"""Mistral: Llama's architecture, with a sliding window in every layer if the config sets one."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from workers.models.decoder import DecoderForCausalLM
 
 
 class MistralForCausalLM(DecoderForCausalLM):
-    """The plain decoder without biases."""
+    """The decoder without biases."""

@@ -6,8 +6,8 @@ from workers.models.decoder import DecoderForCausalLM
 
 
 class Qwen2ForCausalLM(DecoderForCausalLM):
-    """The decoder with biases on queries, keys and values; later layers may have a sliding window."""
+    """The decoder with QKV biases; the later layers may have a sliding window."""
 
 
 class Qwen3ForCausalLM(DecoderForCausalLM):
-    """The decoder with a norm on every query and key head, and usually no bias."""
+    """The decoder with a norm on every query and key head, usually without biases."""

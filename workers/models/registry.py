@@ -1,4 +1,4 @@
-"""From the architecture that a checkpoint names to the class that computes it."""
+"""The registry of model architectures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from parallel.group import TensorParallelGroup
-from parallel.linear import QuantConfig
+from parallel.linear_method import QuantConfig
 from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig
 from workers.models.decoder import DecoderForCausalLM
@@ -24,6 +24,7 @@ MODELS: Mapping[str, type[DecoderForCausalLM]] = MappingProxyType(
         "Qwen3ForCausalLM": Qwen3ForCausalLM,
     }
 )
+"""Model classes by the name in ``architectures`` of config.json."""
 
 
 def build_model(
@@ -34,10 +35,18 @@ def build_model(
     quant_config: QuantConfig | None = None,
     attention_backend: str = "auto",
 ) -> DecoderForCausalLM:
-    """One rank's model on the meta device: shapes without memory. ``workers/weights.py`` fills it.
+    """This rank's part of a model on the meta device: shapes without memory. ``workers/weights.py`` fills it.
+
+    Args:
+        config: of the whole model.
+        group: the ranks.
+        dtype: of parameters and activations.
+        quant_config: from :func:`workers.quantization.registry.get_quant_config`; None: torch's plain products.
+        attention_backend: a name of ``workers/attention/registry.py``, or "auto".
 
     Raises:
         ConfigError: the architecture is unknown, or the attention backend cannot be used on this rank.
+        ShardError: the model cannot be sharded over that many ranks.
     """
     if config.architecture not in MODELS:
         raise ConfigError(f"architecture {config.architecture} is unknown; supported: {', '.join(MODELS)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.linear import QuantConfig
+from parallel.linear_method import QuantConfig
 from runtime.common.errors import ConfigError
 from workers.quantization.unquantized import UnquantizedConfig
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup, single_rank_group
-from parallel.linear import UnquantizedLinearMethod
+from parallel.linear_method import LinearInput, UnquantizedLinearMethod
 from parallel.parameter import ParallelModule
 from tests.dist.ranks import run_ranks
 from workers.layers.activation import SiluAndMul
@@ -147,11 +147,12 @@ class HalvingMethod(UnquantizedLinearMethod):
     def apply(
         self,
         layer: ParallelModule,
-        x: torch.Tensor,
+        x: LinearInput,
         bias: torch.Tensor | None,
         *,
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
+        assert isinstance(x, torch.Tensor)
         return super().apply(layer, x / 2, bias, out_dtype=out_dtype)
 
 
@@ -170,6 +171,9 @@ class FusingMethod(HalvingMethod):
 
 class OnlyDown:
     """Quantizes row-parallel layers with one method."""
+
+    input_multiple = 1
+    output_multiple = 1
 
     def __init__(self, method: UnquantizedLinearMethod) -> None:
         self.method = method

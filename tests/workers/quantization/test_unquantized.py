@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from parallel.embedding import ParallelLMHead
 from parallel.group import single_rank_group
-from parallel.linear import ColumnParallelLinear, UnquantizedLinearMethod
+from parallel.linear import ColumnParallelLinear
+from parallel.linear_method import UnquantizedLinearMethod
 from tests.parallel.sources import Recorded, random
 from workers.quantization import cpu_linear
 from workers.quantization.registry import get_quant_config

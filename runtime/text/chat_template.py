@@ -1,10 +1,10 @@
-"""Renders a checkpoint's chat template in a helper process of its own.
+"""Chat templates of checkpoints, rendered in a helper process.
 
-A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and from Python's insides, but
-not from running for ever or filling the memory, and neither a thread nor a trace hook can stop a single C call such as
-``10 ** 10 ** 10``, which Jinja may even evaluate while it compiles. A process can be stopped: the helper limits its
-own address space, and asks the kernel to kill it when the time for one rendering is over. It is started by the first
-rendering, costs a pipe round trip after that, and ends when its stdin closes, so it never outlives the driver.
+A template is an untrusted program. Jinja's sandbox denies it files and Python's internals, but bounds neither its time
+nor its memory, and neither a thread nor a trace hook can interrupt a single C call such as ``10 ** 10 ** 10``, which
+Jinja may evaluate while it compiles. The helper process limits its address space and sets a timer whose signal kills it
+at the deadline of a rendering. The first rendering starts it, later ones cost a pipe round trip, and it ends when its
+stdin closes, so it does not outlive the driver.
 
 Both ends are here: :class:`ChatTemplate` in the driver, :func:`serve` in the helper. They exchange JSON lines.
 """
@@ -29,29 +29,29 @@ from typing import Any, cast
 from runtime.common.errors import CheckpointError, RequestError
 
 RENDER_SECONDS = 3.0
-"""A rendering that takes longer is ended. Real templates take milliseconds."""
+"""Deadline of one rendering. Templates of published models take milliseconds."""
 
 START_SECONDS = 30.0
-"""How long the helper may take to start; it only has to import jinja2."""
+"""Deadline for the helper to start, which imports jinja2."""
 
 MEMORY_BYTES = 1024 * 1024 * 1024
-"""Address space of the helper."""
+"""Limit of the helper's address space."""
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
-"""A longer text is refused: no model reads it."""
+"""Limit of a rendered prompt."""
 
 MAX_ERROR_CHARS = 2000
-"""A template can raise an error of any length; so much of it is shown."""
+"""Limit of an error message of a template."""
 
 
 class ChatTemplate:
-    """One template and the helper that renders it. Safe to use from several threads, one rendering at a time.
+    """A chat template and the helper process that renders it. Thread-safe; renderings are serialized.
 
     Args:
         source: the template's text.
-        path: the file it came from, for messages.
-        variables: what it may read besides the messages: the special tokens, by name.
-        seconds: how long one rendering may take.
+        path: the template's file, for messages.
+        variables: variables of the template besides the messages: the special tokens, by name.
+        seconds: deadline of one rendering.
     """
 
     def __init__(
@@ -72,23 +72,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The text that the model continues.
+        """Render messages into a prompt.
 
         Raises:
-            RequestError: the messages are no JSON, the template refuses them, or rendering them takes too long or
-                gives too much.
-            CheckpointError: the template itself is broken or forbidden.
+            RequestError: the messages are not JSON, the template refuses them, or rendering exceeds its time or size.
+            CheckpointError: the template has a syntax error or violates the sandbox.
         """
         try:
             request = json.dumps({"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt})
         except (TypeError, ValueError, RecursionError) as error:
-            raise RequestError(f"chat messages have to be plain JSON values: {error}") from None
+            raise RequestError(f"chat messages have to be plain JSON values: {error}", param="messages") from None
         with self._lock:
             started = time.monotonic()
             try:
                 reply = _exchange(self._helper or self._start(), request, self._seconds + 2.0)
             except BaseException:
-                self._stop()  # Ctrl-C while it renders: its reply must not be taken for that to the next request.
+                self._stop()  # E.g. Ctrl-C: a late reply must not be read as that of the next request.
                 raise
             if reply is None:
                 returncode = self._stop()
@@ -104,7 +103,7 @@ class ChatTemplate:
         raise (CheckpointError if kind == "template" else RequestError)(f"chat template {self._path}: {text}")
 
     def close(self) -> None:
-        """End the helper. May be called twice; a later :meth:`render` would start a new one."""
+        """End the helper. Idempotent; a later :meth:`render` starts another one."""
         with self._lock:
             self._stop()
 
@@ -129,10 +128,10 @@ class ChatTemplate:
 
 
 def _exchange(helper: subprocess.Popen[bytes], line: str, seconds: float) -> tuple[str, str] | None:
-    """Send a line and read the reply: its kind and text. None if the helper died, or had to be killed, meanwhile."""
+    """Send a line and read the reply: its kind and text. None if the helper died or was killed."""
     if helper.stdin is None or helper.stdout is None:
         raise RequestError("the process that renders chat templates was started without pipes")
-    # The helper ends itself in time; this is for one that cannot, because somebody has stopped it.
+    # The helper's own timer ends it earlier, unless the process was stopped by a signal.
     watchdog = threading.Timer(seconds, helper.kill)
     watchdog.daemon = True
     watchdog.start()
@@ -151,7 +150,7 @@ def _exchange(helper: subprocess.Popen[bytes], line: str, seconds: float) -> tup
 
 
 def _end(helper: subprocess.Popen[bytes]) -> None:
-    """Close the helper's stdin, which ends it, and wait; a helper that does not listen is killed."""
+    """Close the helper's stdin, which ends it, and wait; kill a helper that does not end."""
     for pipe in (helper.stdin, helper.stdout):
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -167,8 +166,8 @@ def _end(helper: subprocess.Popen[bytes]) -> None:
 
 
 def serve() -> None:
-    """Read the template, then render it for each line of stdin until that closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the driver decides.
+    """Read the template, then render it for each line of stdin until stdin closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the driver ends the helper.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -180,12 +179,12 @@ def serve() -> None:
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_REAL, set_up["seconds"])
         try:
-            # Compiling can run for ever, too: constant expressions are evaluated then.
+            # The timer also covers compilation, which evaluates constant expressions.
             template = template or environment.from_string(set_up["source"])
             kind, text = "ok", _render(template, {**set_up["variables"], **json.loads(line)})
         except (MemoryError, RecursionError, OverflowError) as error:
             kind, text = "request", f"it takes too much memory, depth or length ({type(error).__name__}: {error})"
-        except Exception as error:  # noqa: BLE001 - whatever a template does wrong is told to the driver
+        except Exception as error:  # noqa: BLE001 - reported to the driver
             kind, text = _explain(error)
             text = text[:MAX_ERROR_CHARS]
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -197,11 +196,11 @@ def _reply(kind: str, text: str) -> None:
         sys.stdout.buffer.write(json.dumps([kind, text]).encode() + b"\n")
         sys.stdout.buffer.flush()
     except BrokenPipeError:
-        os._exit(0)  # The driver is gone: nobody is left to tell, and flushing at exit would only fail again.
+        os._exit(0)  # The driver has ended. Flushing stdout at exit would fail again.
 
 
 def _environment() -> Any:
-    """The jinja2 environment that Hugging Face's templates are written for."""
+    """The jinja2 environment of Hugging Face's chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension
@@ -209,9 +208,9 @@ def _environment() -> Any:
     from jinja2.utils import Namespace
 
     class GenerationTag(Extension):
-        """``{% generation %}`` marks what the assistant said, for training; here it only groups."""
+        """``{% generation %}`` marks the assistant's text for training; it has no effect here."""
 
-        tags = {"generation"}  # noqa: RUF012 - the name and kind that jinja2 wants
+        tags = {"generation"}  # noqa: RUF012 - jinja2's class attribute
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
@@ -219,7 +218,7 @@ def _environment() -> Any:
             return nodes.Scope(body, lineno=line)
 
     class PlainNamespace(Namespace):
-        """A namespace without underscored names, which could reach into Python's insides."""
+        """A namespace without underscored names, which give access to Python's internals."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             for name in dict(*args, **kwargs):
@@ -256,18 +255,19 @@ def _environment() -> Any:
 
 
 def _render(template: Any, variables: dict[str, Any]) -> str:
-    pieces: list[str] = []
+    """Render a template; raises OverflowError for a prompt over the limit."""
+    parts: list[str] = []
     length = 0
-    for piece in template.generate(documents=None, **variables):
-        pieces.append(piece)
-        length += len(piece)
+    for part in template.generate(documents=None, **variables):
+        parts.append(part)
+        length += len(part)
         if length > MAX_RENDERED_CHARS:
             raise OverflowError(f"more than {MAX_RENDERED_CHARS} characters")
-    return "".join(pieces)
+    return "".join(parts)
 
 
 def _explain(error: Exception) -> tuple[str, str]:
-    """Whose fault an error is, "template" or "request", and what to say about it."""
+    """The kind of a rendering error, "template" or "request", and its message."""
     from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
     if isinstance(error, TemplateSyntaxError):
@@ -280,13 +280,13 @@ def _explain(error: Exception) -> tuple[str, str]:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages without keys whose value is None, which templates take for text.
+    """Copy messages without keys whose value is None, which templates would render as text.
 
     Raises:
-        RequestError: there are none, or one is not an object.
+        RequestError: the list is empty, or an entry is not an object.
     """
     if not messages:
-        raise RequestError("a conversation has to have at least one message")
+        raise RequestError("a conversation has to have at least one message", param="messages")
     for index, message in enumerate(cast("Sequence[Any]", messages)):
         if not isinstance(message, Mapping):
             raise RequestError(f"message {index} is {message!r:.80}; a message is an object with role and content")

@@ -32,7 +32,7 @@ from tests.small_tokenizer import byte_backend
 VOCAB = 300
 EOS = 299
 MODEL = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, VOCAB, 4096, eos_token_ids=(EOS,))
-PATIENCE = 20.0
+TIMEOUT = 20.0
 TEMPLATE = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}"
     "{% for c in m['tool_calls'] or [] %}[{{ c.function.name }} {{ c.function.arguments.x }}]{% endfor %}"
@@ -46,8 +46,8 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 
 
 class HeldExecutor(FakeExecutor):
-    """A fake executor that can be stopped between two steps: no step is answered while :attr:`going` is not set, and
-    each takes one of :attr:`permits`, if there are such.
+    """A fake executor that a test can stop between two steps: :meth:`collect` blocks while :attr:`going` is not set,
+    and takes one of :attr:`permits`, unless they are None.
     """
 
     def __init__(self, **sizes: int) -> None:
@@ -57,15 +57,15 @@ class HeldExecutor(FakeExecutor):
         self.permits: threading.Semaphore | None = None
 
     def collect(self) -> StepResult:
-        assert self.going.wait(PATIENCE), "a test left its executor stopped"
+        assert self.going.wait(TIMEOUT), "a test left its executor stopped"
         if self.permits is not None:
-            assert self.permits.acquire(timeout=PATIENCE), "a test gave too few permits"
+            assert self.permits.acquire(timeout=TIMEOUT), "a test gave too few permits"
         return super().collect()
 
 
 @dataclass
 class Reply:
-    """What a plain client got."""
+    """A response."""
 
     status: int
     headers: dict[str, str]
@@ -77,14 +77,14 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """OpenAI's error object, whose shape is checked."""
+        """OpenAI's error object; its shape is asserted."""
         (error,) = self.json.values()
         assert list(self.json) == ["error"] and set(error) == {"message", "type", "param", "code"}, self.json
         return error
 
     @property
     def events(self) -> list[Any]:
-        """The events of a stream, parsed."""
+        """The parsed events of a stream."""
         lines = [line for line in self.body.decode().split("\n") if line]
         assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]", lines[-3:]
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -92,7 +92,7 @@ class Reply:
 
 @dataclass
 class Running:
-    """A server that runs in a thread."""
+    """A server in a thread."""
 
     executor: HeldExecutor
     engine: Engine
@@ -101,7 +101,7 @@ class Running:
     run: ServerRun
     loop: asyncio.AbstractEventLoop
     results: list[LockstepError | None]
-    """What the run of the server gave, once it has ended."""
+    """The result of ``ServerRun.run``, once the server has ended."""
 
     headers: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -114,8 +114,8 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Reply:
-        """One request over a connection of its own; a body that is no bytes is sent as JSON."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        """Send one request over its own connection; a body other than bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT)
         with contextlib.closing(connection):
             data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
             connection.request(method, path, data, {**self.headers, **(headers or {})})
@@ -135,10 +135,10 @@ class Running:
         return self.post("/v1/chat/completions", messages=[{"role": "user", "content": content}], **body)
 
     def open_stream(self, *, receive_buffer: int | None = None, **body: Any) -> socket.socket:
-        """A socket on which a streamed completion was asked for and nothing was read."""
+        """A socket on which a streamed completion was requested and nothing was read."""
         data = json.dumps({"prompt": "ab", "stream": True, **body}).encode()
         client = socket.socket()
-        client.settimeout(PATIENCE)
+        client.settimeout(TIMEOUT)
         if receive_buffer is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         client.connect(("127.0.0.1", self.port))
@@ -147,12 +147,12 @@ class Running:
         return client
 
     def call(self, function: Any, *arguments: Any) -> Any:
-        """What a function gives, called in the server's loop."""
+        """Call a function in the server's event loop and return its result."""
 
         async def call() -> Any:
             return function(*arguments)
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(PATIENCE)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(TIMEOUT)
 
 
 @contextlib.contextmanager
@@ -164,7 +164,7 @@ def running(
     send_buffer: int | None = None,
     **settings: Any,
 ) -> Generator[Running]:
-    """A server on a free port. Afterwards nothing of it is left, and every KV block is free."""
+    """Run a server on a free port; asserts afterwards that its thread has ended and every KV block is free."""
     sizes = {"max_model_len": 400, "max_num_seqs": 8, "max_num_batched_tokens": 64, "block_size": 4} | settings
     config = EngineConfig(model="tiny", **sizes)
     executor = HeldExecutor(
@@ -172,7 +172,7 @@ def running(
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=VOCAB - 1,  # It never says the end-of-sequence token by itself.
+        vocab_size=VOCAB - 1,  # It does not generate the end-of-sequence token unless scripted.
     )
     tokenizer = byte_tokenizer(template)
     engine = Engine(config, MODEL, tokenizer, executor, num_blocks)
@@ -194,38 +194,38 @@ def running(
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(PATIENCE)
+        assert ready.wait(TIMEOUT)
         state, run, loop = made
         yield Running(executor, engine, state, port, run, loop, results)
     finally:
         executor.going.set()
         if thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # It ends by itself just now.
+            with contextlib.suppress(RuntimeError):  # Its loop has just been closed.
                 made[2].call_soon_threadsafe(made[1].stop)
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         driver.close()
         assert not thread.is_alive()
     assert engine.scheduler.pool.num_used == 0
 
 
 def read_until(client: socket.socket, marker: bytes) -> bytes:
-    """What arrives up to and with ``marker``."""
+    """Receive up to and including ``marker``."""
     got = b""
     while marker not in got:
-        piece = client.recv(65536)
-        assert piece, f"the connection ended after {got[-200:]!r}"
-        got += piece
+        received = client.recv(65536)
+        assert received, f"the connection ended after {got[-200:]!r}"
+        got += received
     return got
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Look until it holds: for what other threads and processes do by themselves."""
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll a condition that other threads or processes make true."""
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.005)
 
 
 async def gather_events(events: AsyncGenerator[bytes]) -> bytes:
-    """All of a stream made without HTTP."""
+    """Join the events of a stream."""
     return b"".join([event async for event in events])

@@ -1,4 +1,4 @@
-"""What clients get: the shapes of both APIs, streamed and not; OpenAI's own client is the judge of shapes."""
+"""Responses of both APIs, streamed and not, as OpenAI's own client parses them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from runtime.common.sampling_params import SamplingParams, StructuredOutputs
 from runtime.server.app_state import AppState
 from runtime.server.chat import create_chat_completion, stream_chat_completion
+from runtime.server.options import ServerOptions
 from runtime.server.schemas import ChatCompletionRequest
 from tests.runtime.engine.fake_executor import expected_output
 from tests.runtime.server.running import EOS, VOCAB, Running, gather_events, read_until, running
@@ -32,13 +33,13 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 
 def script(server: Running, text: str, *, then: tuple[int, ...] = ()) -> None:
-    """What the fake model answers the next prompt."""
+    """Set the text that the fake model generates for the next prompt."""
     number = max((new.req_id for plan in server.executor.plans for new in plan.new), default=-1) + 1
     server.executor.scripted[number] = [*text.encode(), *then]
 
 
 def sampling(server: Running) -> SamplingParams:
-    """The parameters that reached the ranks last."""
+    """The sampling parameters of the newest sequence on the ranks."""
     return [new for plan in server.executor.plans for new in plan.new][-1].sampling
 
 
@@ -49,7 +50,7 @@ def decoded(server: Running, prompt: str, params: SamplingParams, count: int) ->
 # ---- completions
 
 
-def test_a_completion(client: openai.OpenAI, server: Running) -> None:
+def test_completion(client: openai.OpenAI, server: Running) -> None:
     done = client.completions.create(model="tiny", prompt="ab", max_tokens=7, seed=5)
     (choice,) = done.choices
     assert choice.text == decoded(server, "ab", SamplingParams(seed=5), 7)
@@ -61,7 +62,7 @@ def test_a_completion(client: openai.OpenAI, server: Running) -> None:
 
 @pytest.mark.parametrize("prompt", [["ab", "cd"], [[97, 98], [99, 100]]])
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_and_samples_are_numbered_through(
+def test_choices_of_several_prompts_and_samples_are_numbered(
     client: openai.OpenAI, server: Running, prompt: Any, stream: bool
 ) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": prompt, "n": 3, "max_tokens": 4, "seed": 9}
@@ -81,7 +82,7 @@ def test_several_prompts_and_samples_are_numbered_through(
     assert whole.usage and (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 24)
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None:
+def test_stream_has_the_content_of_the_whole_response(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": "stream", "max_tokens": 40, "logprobs": 2, "seed": 3}
     whole = client.completions.create(**asked)
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -96,7 +97,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI) -> None
         assert joined == getattr(whole.choices[0].logprobs, name)
 
 
-def test_a_stream_brings_each_token_as_it_is_made(server: Running) -> None:
+def test_stream_sends_each_token_as_it_is_generated(server: Running) -> None:
     script(server, "xyz")
     permits = server.executor.permits = threading.Semaphore(0)
     try:
@@ -153,7 +154,7 @@ def test_stop_strings_and_end_of_sequence(client: openai.OpenAI, server: Running
     assert "".join(chunk.choices[0].text for chunk in chunks) == "one" and chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_every_field_reaches_the_engine(server: Running) -> None:
+def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     fields = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -1,
         "repetition_penalty": 1.5, "seed": 77, "min_tokens": 2, "ignore_eos": True, "max_tokens": 3,
@@ -185,7 +186,7 @@ def test_structured_output_reaches_the_engine(server: Running, field: Any, expec
     assert sampling(server).structured_outputs == expected
 
 
-def test_cached_tokens_are_told_and_salts_keep_prompts_apart(client: openai.OpenAI, server: Running) -> None:
+def test_usage_has_cached_tokens_and_salts_separate_prompts(client: openai.OpenAI, server: Running) -> None:
     def cached(**fields: Any) -> int:
         done = client.completions.create(model="tiny", prompt="p" * 64, max_tokens=1, extra_body=fields)
         return done.usage.prompt_tokens_details.cached_tokens or 0
@@ -197,7 +198,7 @@ def test_cached_tokens_are_told_and_salts_keep_prompts_apart(client: openai.Open
 # ---- chat
 
 
-def test_a_chat(client: openai.OpenAI, server: Running) -> None:
+def test_chat_completion(client: openai.OpenAI, server: Running) -> None:
     script(server, "Paris", then=(EOS,))
     done = client.chat.completions.create(
         model="tiny",
@@ -216,9 +217,7 @@ def test_a_chat(client: openai.OpenAI, server: Running) -> None:
     assert (entry.token, entry.logprob, entry.bytes, len(entry.top_logprobs)) == ("P", -80.0, [80], 1)
 
 
-def test_the_bytes_of_a_chats_tokens_are_those_of_the_text_even_within_a_character(
-    client: openai.OpenAI, server: Running
-) -> None:
+def test_bytes_of_chat_logprobs_join_to_the_text_within_characters_too(client: openai.OpenAI, server: Running) -> None:
     text = "né 🙂"
     script(server, text, then=(EOS,))
     (choice,) = client.chat.completions.create(
@@ -230,7 +229,7 @@ def test_the_bytes_of_a_chats_tokens_are_those_of_the_text_even_within_a_charact
     assert [entry.token for entry in entries[:3]] == ["n", "\ufffd", "\ufffd"]
 
 
-def test_a_streamed_chat(client: openai.OpenAI, server: Running) -> None:
+def test_streamed_chat_completion(client: openai.OpenAI, server: Running) -> None:
     asked: dict[str, Any] = {
         "model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 30, "seed": 1, "n": 2,
         "logprobs": True,
@@ -246,14 +245,14 @@ def test_a_streamed_chat(client: openai.OpenAI, server: Running) -> None:
         assert logprobs == whole.choices[index].logprobs.content
 
 
-def test_a_chat_may_use_all_the_room_there_is(server: Running) -> None:
+def test_chat_without_max_tokens_generates_up_to_max_model_len(server: Running) -> None:
     done = server.chat("x" * 300).json
     assert done["choices"][0]["finish_reason"] == "length"
     assert done["usage"]["total_tokens"] == 400
 
 
-def test_a_chat_fits_a_small_cache() -> None:
-    with running(num_blocks=20) as small:  # Room for 80 tokens, and the last one needs none.
+def test_chat_without_max_tokens_fits_a_small_kv_cache() -> None:
+    with running(num_blocks=20) as small:  # 80 tokens fit; the last one takes no slot.
         assert small.chat("x").json["usage"]["total_tokens"] == 81
 
 
@@ -281,7 +280,7 @@ def test_tools_reach_the_template(server: Running) -> None:
     assert prompt_tokens(tools=tools, tool_choice="none") == plain
 
 
-# ---- the rest
+# ---- models and tokens
 
 
 def test_models_are_listed(client: openai.OpenAI, server: Running) -> None:
@@ -292,7 +291,7 @@ def test_models_are_listed(client: openai.OpenAI, server: Running) -> None:
         client.models.retrieve("other/model")
 
 
-def test_tokens_there_and_back(server: Running) -> None:
+def test_tokenize_and_detokenize(server: Running) -> None:
     made = server.post("/tokenize", prompt="héllo", return_token_strs=True).json
     assert made["tokens"] == list("héllo".encode()) and made["count"] == 6 and made["max_model_len"] == 400
     assert len(made["token_strs"]) == 6 and made["token_strs"][0] == "h"
@@ -300,8 +299,8 @@ def test_tokens_there_and_back(server: Running) -> None:
     assert server.get("/version").json["version"]
 
 
-def test_without_http(server: Running) -> None:
-    """As the batch-file runner uses it: in another event loop, without an application."""
+def test_endpoints_without_http(server: Running) -> None:
+    """As run-batch calls them: in another event loop, without an application."""
 
     async def both() -> tuple[dict[str, Any], bytes]:
         state = AppState(server.state.engine, server.state.tokenizer, server.state.config, server.state.model_config)
@@ -319,9 +318,7 @@ def test_without_http(server: Running) -> None:
     assert text == whole["choices"][0]["message"]["content"]
 
 
-def test_names_it_is_served_under() -> None:
-    from runtime.server.options import ServerOptions
-
+def test_served_model_names() -> None:
     with running(options=ServerOptions(served_model_names=("first", "second"))) as named:
         assert [card["id"] for card in named.get("/v1/models").json["data"]] == ["first", "second"]
         assert named.complete(model="second").json["model"] == "second"

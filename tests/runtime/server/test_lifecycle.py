@@ -1,4 +1,4 @@
-"""Clients that vanish or do not read, a drain, an engine that fails or stands still, and bytes that are no HTTP."""
+"""Clients that disconnect or do not read, bytes that are not HTTP, the drain, and an engine that fails or stalls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from runtime.common.errors import RankDiedError
 from runtime.server.options import ServerOptions
-from tests.runtime.server.running import PATIENCE, Running, read_until, running, wait_until
+from tests.runtime.server.running import TIMEOUT, Running, read_until, running, wait_until
 
 
 def counter(server: Running, name: str) -> Any:
@@ -26,9 +26,7 @@ def counter(server: Running, name: str) -> Any:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_blocks_within_a_second(
-    stream: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_disconnect_aborts_the_request_and_frees_its_blocks(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "lockstep")
     with running() as server:
         permits = server.executor.permits = threading.Semaphore(0)
@@ -37,22 +35,22 @@ def test_a_client_that_goes_away_frees_its_blocks_within_a_second(
         wait_until(lambda: counter(server, "generated_tokens") >= 2)
         assert counter(server, "kv_usage") > 0
         client.close()
-        wait_until(lambda: server.state.in_flight.num_active == 0, 1.0)
-        permits.release(3)  # The steps under way have to come back.
-        wait_until(lambda: counter(server, "kv_usage") == 0, 1.0)
+        wait_until(lambda: server.state.in_flight.num_active == 0)
+        permits.release(3)  # Steps in flight are collected first.
+        wait_until(lambda: counter(server, "kv_usage") == 0)
         assert counter(server, "finished")["abort"] == 2
         wait_until(lambda: "POST /v1/completions gone " in caplog.text)
         permits.release(1000)
         assert server.complete(max_tokens=5).status == 200
 
 
-def test_a_client_may_go_before_its_turn_and_before_its_body() -> None:
+def test_disconnect_while_waiting_and_within_the_body() -> None:
     with running(max_num_seqs=1) as server:
         server.executor.going.clear()
         first, second = server.open_stream(max_tokens=3), server.open_stream()
         wait_until(lambda: counter(server, "num_waiting") + counter(server, "num_running") == 2)
         second.close()
-        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as half:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as half:
             half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             wait_until(lambda: server.state.in_flight.num_active == 2)
         wait_until(lambda: server.state.in_flight.num_active == 1)
@@ -62,11 +60,11 @@ def test_a_client_may_go_before_its_turn_and_before_its_body() -> None:
         assert counter(server, "finished")["length"] == 1
 
 
-def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else() -> None:
+def test_client_that_does_not_read_takes_a_bounded_buffer_and_delays_no_other() -> None:
     asked = {"max_tokens": 700, "n": 4, "logprobs": 1, "seed": 6, "prompt": "ab"}
     with running(max_model_len=1000, num_blocks=1024, send_buffer=8192) as server:
         client = server.open_stream(receive_buffer=4096, **asked)
-        wait_until(lambda: counter(server, "finished")["length"] == 4)  # The engine goes on, whoever reads.
+        wait_until(lambda: counter(server, "finished")["length"] == 4)  # The engine does not wait for readers.
         (connection,) = server.call(lambda: list(server.run._server.server_state.connections))
         assert server.call(connection.transport.get_write_buffer_size) < 200_000
         assert server.complete(max_tokens=5).status == 200
@@ -82,7 +80,7 @@ def test_a_client_that_does_not_read_costs_a_bounded_buffer_and_nobody_else() ->
         assert len(events) > 100_000
 
 
-def test_bytes_that_are_no_http_do_no_harm() -> None:
+def test_bytes_that_are_not_http() -> None:
     rng = random.Random(22)
     with running() as server:
         for length in (0, 1, 10, 1000, 100_000):
@@ -91,25 +89,25 @@ def test_bytes_that_are_no_http_do_no_harm() -> None:
                 b"POST /v1/completions HTTP/1.1\r\n",
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n",
             ):
-                with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as client:
+                with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client:
                     try:
                         client.sendall(start + rng.randbytes(length))
                         client.shutdown(socket.SHUT_WR)
                         while client.recv(65536):
                             pass
                     except (BrokenPipeError, ConnectionResetError):
-                        pass  # It has had enough.
+                        pass  # The server closed the connection early.
         assert server.get("/health").status == 200 and server.complete().status == 200
         long = "GET /health HTTP/1.1\r\nHost: x\r\nX: " + "x" * 100_000
-        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as client:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client:
             client.sendall(long.encode())
             assert client.recv(65536).startswith(b"HTTP/1.1 4")
 
 
-# ---- the end
+# ---- the end of the server
 
 
-def test_a_drain_refuses_new_requests_and_finishes_the_others() -> None:
+def test_drain_refuses_new_requests_and_finishes_those_in_flight() -> None:
     with running() as server, ThreadPoolExecutor() as threads:
         permits = server.executor.permits = threading.Semaphore(0)
         streams = [server.open_stream(max_tokens=20) for _ in range(4)]
@@ -127,13 +125,13 @@ def test_a_drain_refuses_new_requests_and_finishes_the_others() -> None:
             with stream:
                 read_until(stream, b"[DONE]")
         assert [reply.result().json["usage"]["completion_tokens"] for reply in whole] == [20] * 4
-        wait_until(lambda: server.ended, 3.0)
+        wait_until(lambda: server.ended)
         assert server.results == [None]
         with pytest.raises(ConnectionRefusedError):
             server.get("/health")
 
 
-def test_what_does_not_end_in_time_is_told_so() -> None:
+def test_requests_in_flight_at_the_drain_deadline_get_an_error() -> None:
     with running(options=ServerOptions(drain_seconds=0.2)) as server, ThreadPoolExecutor() as threads:
         permits = server.executor.permits = threading.Semaphore(0)
         stream = server.open_stream(max_tokens=300)
@@ -145,13 +143,13 @@ def test_what_does_not_end_in_time_is_told_so() -> None:
         server.call(server.run.on_signal, signal.SIGTERM)
         assert b'"code": "shutting_down"' in read_until(stream, b"[DONE]")
         assert whole.result().status == 503
-        wait_until(lambda: server.ended, 3.0)
+        wait_until(lambda: server.ended)
         permits.release(1000)
         stream.close()
         silent.close()
 
 
-def test_an_engine_that_fails_is_told_to_everybody_and_ends_the_server() -> None:
+def test_engine_failure_reaches_every_request_and_ends_the_server() -> None:
     with running(max_restarts=0) as server, ThreadPoolExecutor() as threads:
         permits = server.executor.permits = threading.Semaphore(0)
         stream = server.open_stream(max_tokens=300)
@@ -169,11 +167,11 @@ def test_an_engine_that_fails_is_told_to_everybody_and_ends_the_server() -> None
         assert health.status == 503 and "rank 1" in health.error["message"]
         assert server.complete().status == 503
         stream.close()
-        wait_until(lambda: server.ended, 5.0)
+        wait_until(lambda: server.ended)
         assert server.results == [failure]
 
 
-def test_health_sees_an_engine_that_stands_still() -> None:
+def test_health_is_503_while_the_engine_stalls() -> None:
     with running(step_timeout=0.05) as server:
         assert server.get("/health").status == 200
         server.executor.going.clear()
@@ -187,7 +185,7 @@ def test_health_sees_an_engine_that_stands_still() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_broken_logits_end_one_request_only(stream: bool) -> None:
+def test_non_finite_logits_end_one_request_only(stream: bool) -> None:
     with running() as server:
         permits = server.executor.permits = threading.Semaphore(0)
         server.executor.broken.add(0)
@@ -202,7 +200,7 @@ def test_broken_logits_end_one_request_only(stream: bool) -> None:
         assert server.get("/health").status == 200
 
 
-def test_the_openai_client_sees_an_error_in_a_stream() -> None:
+def test_openai_client_raises_the_error_in_a_stream() -> None:
     with running() as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         permits = server.executor.permits = threading.Semaphore(3)
         stream = client.completions.create(model="tiny", prompt="ab", max_tokens=50, stream=True)

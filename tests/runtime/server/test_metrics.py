@@ -1,4 +1,4 @@
-"""Metrics after known traffic; Prometheus' own parser is the judge."""
+"""Metrics after known requests, as Prometheus' own parser reads them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ prompt_tokens generation_tokens request_success time_to_first_token_seconds inte
 e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds
 request_prompt_tokens request_generation_tokens request_params_n request_params_max_tokens
 """.split()
-"""Of vLLM's metrics those that mean something here, without its prefix."""
+"""vLLM's metrics that apply here, without its prefix."""
 
-OURS = "worker_group_restarts broken_logits model_execution_seconds step_seconds steps requests computed_tokens".split()
+OWN = "worker_group_restarts broken_logits model_execution_seconds step_seconds steps requests computed_tokens".split()
 
 
 def scrape(server: Running) -> dict[tuple[str, ...], float]:
-    """Every sample by name and by the labels that are not the model's name."""
+    """Every sample by name and by its labels other than the model's name."""
     reply = server.get("/metrics")
     assert reply.status == 200 and reply.headers["content-type"].startswith("text/plain")
     found: dict[tuple[str, ...], float] = {}
@@ -33,14 +33,14 @@ def scrape(server: Running) -> dict[tuple[str, ...], float]:
     return found
 
 
-def test_names_are_vllms() -> None:
+def test_metrics_have_vllms_names() -> None:
     with running() as server:
         names = {family.name for family in text_string_to_metric_families(server.get("/metrics").body.decode())}
-    assert {f"lockstep:{name}" for name in (*VLLM_NAMES, *OURS)} <= names
+    assert {f"lockstep:{name}" for name in (*VLLM_NAMES, *OWN)} <= names
     assert {"process_resident_memory_bytes", "process_open_fds"} <= names
 
 
-def test_counts_and_distributions_of_known_traffic() -> None:
+def test_counters_and_histograms_of_known_requests() -> None:
     with running() as server:
         assert server.complete("p" * 40, max_tokens=10, n=2).status == 200
         assert server.complete("p" * 40, max_tokens=6, stream=True).status == 200
@@ -66,7 +66,7 @@ def test_counts_and_distributions_of_known_traffic() -> None:
     assert found["model_execution_seconds_total",] > 0 and found["step_seconds_total",] > 0
 
 
-def test_gauges_while_requests_run_and_wait() -> None:
+def test_gauges_of_running_and_waiting_requests() -> None:
     with running(max_num_seqs=1) as server:
         permits = server.executor.permits = threading.Semaphore(0)
         streams = [server.open_stream(max_tokens=4) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The published schema, fuzzed: schemathesis makes valid and invalid requests of it and judges the answers."""
+"""The published schema: schemathesis generates valid and invalid requests of it and checks the responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = {"/v1/completions": 30, "/v1/chat/completions": 30, "/tokenize": 10, 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(max_model_len=48, num_blocks=100) as made:  # Short, since examples ask for as many tokens as they can.
+    with running(max_model_len=48, num_blocks=100) as made:  # Short: examples generate up to max_model_len.
         yield made
         assert made.get("/health").status == 200
 
@@ -36,7 +36,7 @@ def fuzz(operation: Any, mode: GenerationMode, examples: int) -> None:
     )
     @given(case=operation.as_strategy(generation_mode=mode))
     def check(case: Any) -> None:
-        # What the schema allows may still contradict itself, or be too long for the model: then it is 400.
+        # A body that the schema allows may contradict itself, or be too long for the model: 400.
         case.call_and_validate(excluded_checks=[positive_data_acceptance])
 
     check()
@@ -45,16 +45,16 @@ def fuzz(operation: Any, mode: GenerationMode, examples: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("path", EXAMPLES)
-def test_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
+def test_post_routes(schema: Any, path: str, mode: GenerationMode) -> None:
     fuzz(schema[path]["POST"], mode, EXAMPLES[path])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{name}", "/health", "/ping", "/metrics", "/version"])
-def test_what_takes_no_body(schema: Any, path: str) -> None:
+def test_get_routes(schema: Any, path: str) -> None:
     fuzz(schema[path]["GET"], GenerationMode.POSITIVE, 5)
 
 
-def test_everything_is_published(server: Running) -> None:
+def test_published_paths_and_models(server: Running) -> None:
     published = server.get("/openapi.json").json
     paths = published["paths"]
     assert {*EXAMPLES, "/v1/models", "/health", "/ping", "/metrics", "/version"} <= set(paths)

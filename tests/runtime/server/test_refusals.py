@@ -1,4 +1,4 @@
-"""What is refused: with which status, with numbers, in OpenAI's shape, quickly, and without harm to anybody else."""
+"""Refused requests: status, numbers in the message, OpenAI's error shape, and no effect on other requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from runtime.server.options import ServerOptions
-from tests.runtime.server.running import PATIENCE, Running, read_until, running, wait_until
+from tests.runtime.server.running import TIMEOUT, Running, read_until, running, wait_until
 
 MEBIBYTE = 1024 * 1024
 
@@ -60,7 +60,7 @@ def server() -> Iterator[Running]:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_bodies_are_told_what_is_wrong(server: Running, fields: Any, message: str | None, stream: bool) -> None:
+def test_wrong_bodies(server: Running, fields: Any, message: str | None, stream: bool) -> None:
     body = {"prompt": "x", **({"stream": True} if stream and "stream_options" not in fields else {}), **fields}
     reply = server.post("/v1/completions", **body)
     if message is None:
@@ -71,7 +71,7 @@ def test_wrong_bodies_are_told_what_is_wrong(server: Running, fields: Any, messa
     assert reply.error["type"] == "invalid_request_error"
 
 
-def test_the_openai_client_raises_its_own_errors(server: Running) -> None:
+def test_openai_client_raises_its_own_errors(server: Running) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         with pytest.raises(openai.BadRequestError, match="temperature is 101") as caught:
             client.completions.create(model="tiny", prompt="x", temperature=101)
@@ -107,7 +107,7 @@ def test_wrong_chats(server: Running, message: Any, fields: Any, error: str) -> 
     assert reply.status == 400 and re.search(error, reply.error["message"]), reply.body
 
 
-def test_a_checkpoint_without_a_template() -> None:
+def test_checkpoint_without_a_template() -> None:
     with running(template=None) as bare:
         assert "no chat template" in bare.chat().error["message"]
         assert bare.complete().status == 200
@@ -117,13 +117,13 @@ def test_a_checkpoint_without_a_template() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"null", b"[]", b"{", b'{"prompt": NaN}', b"[" * 5000, b'"' + b"\\" * 5000])
-def test_bodies_that_are_no_objects(server: Running, body: bytes) -> None:
+def test_bodies_that_are_not_objects(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         reply = server.ask("POST", path, body)
         assert reply.status == 400 and reply.error["message"]
 
 
-def test_routes_that_are_not_there(server: Running) -> None:
+def test_unknown_routes_and_methods(server: Running) -> None:
     assert server.get("/v1/embeddings").status == server.get("/docs").status == server.get("/health/").status == 404
     reply = server.get("/v1/completions")
     assert reply.status == 405 and reply.headers["allow"] == "POST" and reply.error["message"]
@@ -132,45 +132,45 @@ def test_routes_that_are_not_there(server: Running) -> None:
 # ---- bodies that are too long or too slow
 
 
-def test_a_body_of_100_mib_is_refused_unread(server: Running) -> None:
+def test_body_of_100_mib_is_refused_unread(server: Running) -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client:
         client.sendall(f"{head}Content-Length: {100 * MEBIBYTE}\r\n\r\n".encode())
         answer = b"".join(iter(lambda: client.recv(4096), b""))  # To the end: the connection is closed.
     assert answer.startswith(b"HTTP/1.1 413 ") and b"connection: close" in answer
     assert f"the body has {100 * MEBIBYTE} bytes or more; allowed: 8388608".encode() in answer
-    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=TIMEOUT) as client:
         client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
         sent = 0
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             for _ in range(100):
                 client.sendall(b"100000\r\n" + b"x" * MEBIBYTE + b"\r\n")
                 sent += 1
-            raise AssertionError("100 MiB were taken")
-        assert 8 <= sent < 40  # What is over the limit lies in the kernel's buffers.
+            raise AssertionError("100 MiB were accepted")
+        assert 8 <= sent < 40  # Bytes over the limit are in the kernel's buffers.
     assert process.memory_info().rss - before < 40 * MEBIBYTE
 
 
-def test_a_slow_body_or_head_does_not_hold_a_connection() -> None:
+def test_slow_body_or_head_closes_the_connection() -> None:
     with running(options=ServerOptions(body_seconds=0.3)) as quick:
-        with socket.create_connection(("127.0.0.1", quick.port), timeout=PATIENCE) as client:
+        with socket.create_connection(("127.0.0.1", quick.port), timeout=TIMEOUT) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
             answer = b"".join(iter(lambda: client.recv(4096), b""))
             assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.3 s; 1 bytes" in answer
         for sent in (b"", b"POST /v1/comp"):
-            with socket.create_connection(("127.0.0.1", quick.port), timeout=PATIENCE) as client:
+            with socket.create_connection(("127.0.0.1", quick.port), timeout=TIMEOUT) as client:
                 client.sendall(sent)
                 assert client.recv(4096) == b""
-        with socket.create_connection(("127.0.0.1", quick.port), timeout=PATIENCE) as client:
+        with socket.create_connection(("127.0.0.1", quick.port), timeout=TIMEOUT) as client:
             client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             read_until(client, b'{"status":"ok"}')
-            client.sendall(b"GET /hea")  # The second request on the same connection never ends.
+            client.sendall(b"GET /hea")  # The second request on the connection is never complete.
             assert client.recv(4096) == b""
 
 
-def test_a_long_answer_is_not_taken_for_a_slow_head() -> None:
+def test_header_deadline_does_not_end_a_long_response() -> None:
     with running(options=ServerOptions(body_seconds=0.2)) as quick:
         quick.executor.going.clear()
         timer = threading.Timer(0.6, quick.executor.going.set)
@@ -179,10 +179,10 @@ def test_a_long_answer_is_not_taken_for_a_slow_head() -> None:
         timer.join()
 
 
-# ---- who may
+# ---- API key, request ids, internal errors
 
 
-def test_the_key_is_needed_everywhere_but_for_health() -> None:
+def test_every_route_but_health_needs_the_key() -> None:
     with running(options=ServerOptions(api_key="sesame")) as locked:
         for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere", "/v1/completions"):
             reply = locked.get(path)
@@ -215,7 +215,7 @@ def test_request_ids(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     assert not any("secret" in line or "\n" in line for line in lines)
 
 
-def test_a_bug_of_ours_has_openais_shape_and_is_logged(
+def test_internal_error_has_openais_shape_and_is_logged(
     server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server.state, "model_name", lambda name: 1 / 0)
@@ -230,7 +230,7 @@ def test_a_bug_of_ours_has_openais_shape_and_is_logged(
 # ---- queue full
 
 
-def test_a_full_queue_says_when_to_come_again() -> None:
+def test_full_queue_sends_retry_after() -> None:
     with running(max_num_seqs=1, max_queued_requests=2) as small:
         small.executor.going.clear()
         streams = [small.open_stream(max_tokens=5) for _ in range(3)]

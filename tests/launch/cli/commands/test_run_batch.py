@@ -1,4 +1,4 @@
-"""``lockstep run-batch``: a real engine and the server's own functions over an executor without workers."""
+"""``lockstep run-batch`` with a real engine over an executor without workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.runtime.engine.fake_executor import expected_output
 
 
 class FakeAsyncLLM:
-    """Stands in for launch.llm.AsyncLLM: its engine is real, its ranks are not."""
+    """Replaces launch.llm.AsyncLLM: a real engine over fake ranks."""
 
     folder: Path
     made: list[FakeAsyncLLM]
@@ -67,7 +67,7 @@ Batch = Callable[..., tuple[int, list[dict[str, Any]], str]]
 
 @pytest.fixture
 def batch(llm: type[FakeAsyncLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Batch:
-    """Run a batch of lines, made JSON unless they are text: (exit code, lines of the output, stderr)."""
+    """Run a batch of lines, JSON values or text: (exit code, lines of the output, stderr)."""
 
     def run(*lines: Any, flags: str = "") -> tuple[int, list[dict[str, Any]], str]:
         text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
@@ -98,8 +98,8 @@ def expected_text(llm: FakeAsyncLLM, prompt: str, count: int) -> str:
     return llm.tokenizer.decode(token_ids + output)[len(prompt) :]
 
 
-def test_answers_are_openais_and_in_order(llm: type[FakeAsyncLLM], batch: Batch) -> None:
-    # The first takes longest, so the others are done before it.
+def test_responses_are_openais_and_in_order(llm: type[FakeAsyncLLM], batch: Batch) -> None:
+    # The first takes longest: the others finish before it.
     code, lines, err = batch(completion("first", "hello", max_tokens=90), chat("sëcond"), completion("third", n=2))
     assert code == 0
     assert [line["custom_id"] for line in lines] == ["first", "sëcond", "third"]
@@ -117,7 +117,7 @@ def test_answers_are_openais_and_in_order(llm: type[FakeAsyncLLM], batch: Batch)
     assert made.engine.num_unfinished == 0
 
 
-def test_many_lines_a_few_at_a_time(llm: type[FakeAsyncLLM], batch: Batch) -> None:
+def test_more_lines_than_run_concurrently(llm: type[FakeAsyncLLM], batch: Batch) -> None:
     prompts = [f"prompt {number}" for number in range(60)]
     code, lines, _ = batch(*(completion(prompt, prompt) for prompt in prompts), flags="--max-num-seqs 3")
     assert code == 0
@@ -126,14 +126,14 @@ def test_many_lines_a_few_at_a_time(llm: type[FakeAsyncLLM], batch: Batch) -> No
     assert [*answers] == prompts
 
 
-def test_a_full_queue_is_waited_for(llm: type[FakeAsyncLLM], batch: Batch) -> None:
+def test_full_queue_is_retried(llm: type[FakeAsyncLLM], batch: Batch) -> None:
     lines = [completion(str(number), n=2) for number in range(12)]
     code, found, _ = batch(*lines, flags="--max-num-seqs 2 --max-queued-requests 2")
     assert code == 0
     assert [line["response"]["status_code"] for line in found] == [200] * 12
 
 
-def test_requests_fail_one_by_one(llm: type[FakeAsyncLLM], batch: Batch) -> None:
+def test_failed_requests_do_not_fail_others(llm: type[FakeAsyncLLM], batch: Batch) -> None:
     lines = [
         completion("hot", temperature=1000),
         completion("long", "x" * 300),
@@ -169,23 +169,21 @@ def test_requests_fail_one_by_one(llm: type[FakeAsyncLLM], batch: Batch) -> None
         (completion("x", stream=True), "x", "streaming"),
     ],
 )
-def test_a_line_that_is_no_request_becomes_an_error_line(
-    batch: Batch, line: Any, custom_id: str | None, code: str
-) -> None:
+def test_invalid_line_becomes_an_error_line(batch: Batch, line: Any, custom_id: str | None, code: str) -> None:
     exit_code, (good, bad), _ = batch(completion("twice"), "", line)
     assert (exit_code, good["response"]["status_code"]) == (1, 200)
     assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (custom_id, None, code)
     assert "line 3" in bad["error"]["message"] and len(bad["error"]["message"]) < 400
 
 
-def test_the_model_has_the_names_that_it_is_given(batch: Batch) -> None:
+def test_served_model_names(batch: Batch) -> None:
     lines = [chat("a", model="gpt-4"), chat("b", model="tiny"), chat("c")]
     _, found, _ = batch(*lines, flags="--served-model-name gpt-4 other")
     assert [line["response"]["status_code"] for line in found] == [200, 404, 200]
     assert found[2]["response"]["body"]["model"] == "gpt-4"
 
 
-def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
+def test_engine_failure_ends_the_run_and_keeps_the_old_output(
     llm: type[FakeAsyncLLM], batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out.jsonl").write_text('{"old": 1}\n')
@@ -208,7 +206,7 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
         calls = itertools.count()
 
         def collect_late() -> StepResult:
-            # No result before all three are queued: ten are then enough for the short ones.
+            # No result before all three requests are queued: ten steps then suffice for the short ones.
             call = next(calls)
             for _ in range(3 if call == 0 else 0):
                 assert queued.acquire(timeout=20.0), "a request was never queued"
@@ -220,7 +218,7 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
     monkeypatch.setattr(AsyncEngine, "_submit", counted)
     monkeypatch.setattr(run_batch.Batch, "_write", watched)
     monkeypatch.setattr(Bench, "__init__", broken)
-    # The second one is ready before the first, which never will be.
+    # The short requests finish, the long one does not.
     asked = [completion("long", max_tokens=150), *(completion(str(n), max_tokens=2) for n in range(2))]
     code, lines, err = batch(*asked, flags="--max-restarts 0")
     assert (code, lines) == (137, [{"old": 1}])
@@ -231,7 +229,7 @@ def test_a_dead_engine_ends_the_run_and_spares_the_old_output(
     assert f"the answers that were ready are in {kept}" in err
 
 
-def test_a_full_disk_is_told_in_a_line_and_leaves_no_half_output(
+def test_full_disk_is_one_line_and_leaves_no_partial_output(
     llm: type[FakeAsyncLLM], batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(descriptor: int) -> None:
@@ -277,7 +275,7 @@ def test_requests_from_standard_input(llm: type[FakeAsyncLLM], tmp_path: Path, m
         (["-i", "in", "-o", "./in"], "-o ./in is the input"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_before_anything_starts(
+def test_unusable_files_are_refused_before_anything_starts(
     llm: type[FakeAsyncLLM],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,10 +1,10 @@
-"""Fills a model that was built on the meta device from a safetensors checkpoint.
+"""Loads weights: fills a model that was built on the meta device from a safetensors checkpoint.
 
-Names and types are checked against the headers first, shapes with them, and everything wrong is reported at once,
-before a byte of data is read. Then each tensor is visited once, in the order of the files, and its parameter's loader
-copies the slice that this rank keeps. safetensors gives slices as views of the mapped file (a copy in old versions), so
-memory peaks at the shard plus at most one slice; the file's pages stay in the page cache, shared by a host's ranks.
-How a tensor is cut is known by its layer (``parallel/``), what the files hold by ``runtime/common/checkpoint.py``.
+Names, types and shapes are checked against the files' headers, and all errors are reported at once, before any data is
+read. Then each tensor is visited once, in file order, and its parameter's loader copies this rank's slice. safetensors
+returns slices as views of the mapped file (copies in old versions), so memory peaks at the shard plus at most one
+slice; the file's pages stay in the page cache, shared by the ranks of a host. The layers in ``parallel/`` define the
+shards, ``runtime/common/checkpoint.py`` reads the headers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from runtime.common.errors import CheckpointError
 from workers.models.decoder import DecoderForCausalLM
 
 PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""Types in which a weight that is not quantized may be stored."""
+"""Checkpoint types of weights that are not quantized."""
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What loading cost: bytes of the slices read, bytes of all tensors in the checkpoint, and seconds."""
+    """Statistics of loading: bytes of the slices read, bytes of all tensors in the checkpoint, and seconds."""
 
     bytes_read: int
     bytes_total: int
@@ -39,10 +39,10 @@ class LoadReport:
 
 @runtime_checkable
 class HasBuffers(Protocol):
-    """A module with tensors that are computed and not loaded."""
+    """A module with buffers that are computed, not loaded."""
 
     def fill_buffers(self, device: torch.device) -> None:
-        """Compute them on ``device``."""
+        """Compute the buffers on ``device``."""
 
 
 def load_weights(
@@ -52,20 +52,20 @@ def load_weights(
     device: torch.device,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
-    """Materialise the model on ``device`` and fill it with this rank's part of the checkpoint.
+    """Materialize the model on ``device`` and load this rank's shard of the checkpoint.
 
     Args:
         model: on the meta device.
         checkpoint: from :func:`~runtime.common.checkpoint.inspect_checkpoint`.
-        device: where the rank computes.
-        progress: called with (bytes of the tensors done, bytes of all) after each tensor.
+        device: of the rank.
+        progress: called after each tensor with the bytes of the tensors visited so far, and of all tensors.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, of another shape or type than the model's; all of them are
-            named, with their files.
+        CheckpointError: tensors are missing, unexpected, or of another shape or type than the model's; the message
+            lists all of them with their files.
     """
     started = time.perf_counter()
-    # As to_empty does, which on meta tensors first imports the machinery of symbolic shapes: half a second a start.
+    # Like to_empty(), which on meta tensors imports torch's symbolic shapes first: half a second per start.
     model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     targets = _match(model, checkpoint)
     done = bytes_read = 0
@@ -85,11 +85,11 @@ def load_weights(
 
 
 Target = tuple[ParameterLoader, str | int | None]
-"""Where a checkpoint tensor goes: the loader of a parameter, and which part of it the tensor is (None: all)."""
+"""Destination of a checkpoint tensor: the parameter's loader, and the shard id of the tensor (None: all of it)."""
 
 
 class _Slices:
-    """A checkpoint tensor of which slices can be read (``parallel.parameter.TensorSource``)."""
+    """A checkpoint tensor that is read in slices (``parallel.parameter.TensorSource``)."""
 
     def __init__(self, name: str, info: TensorInfo, file: Any) -> None:
         self.name = name
@@ -98,7 +98,7 @@ class _Slices:
         self._file = file
 
     def read(self, *slices: slice) -> torch.Tensor:
-        """The part that one slice per dimension cuts out; counts its bytes."""
+        """The part selected by one slice per dimension; adds its size to ``bytes_read``."""
         part: torch.Tensor = self._file.get_slice(self.name)[slices]
         self.bytes_read += part.nbytes
         return part
@@ -135,10 +135,10 @@ def _load(checkpoint: Checkpoint, source: _Slices, loader: ParameterLoader, shar
 
 
 def _match(model: DecoderForCausalLM, checkpoint: Checkpoint) -> dict[str, Target]:
-    """Where every tensor of the checkpoint goes; those ignored by name are left out.
+    """The destination of every checkpoint tensor, except those that the model ignores.
 
     Raises:
-        CheckpointError: anything does not fit; see :func:`load_weights`.
+        CheckpointError: a tensor is missing, unexpected, or of the wrong type or shape; see :func:`load_weights`.
     """
     loaders = dict(_loaders(model))
     targets: dict[str, Target] = {}
@@ -168,12 +168,12 @@ def _loaders(model: nn.Module) -> Iterator[tuple[str, ParameterLoader]]:
     for name, parameter in model.named_parameters():
         loader = getattr(parameter, "loader", None)
         if not isinstance(loader, ParameterLoader):
-            raise TypeError(f"parameter {name} carries no loader; its layer has to give it one")
+            raise TypeError(f"parameter {name} carries no loader; its layer has to set one")
         yield name, loader
 
 
 def _layer_of(model: DecoderForCausalLM, tensor: str) -> tuple[str, str | int | None]:
-    """The parameter a checkpoint tensor belongs to, and which part of it the tensor is."""
+    """The parameter that a checkpoint tensor belongs to, and its shard id there."""
     path, _, kind = tensor.rpartition(".")
     parent, _, layer = path.rpartition(".")
     if layer not in model.fused_weights:
@@ -183,7 +183,7 @@ def _layer_of(model: DecoderForCausalLM, tensor: str) -> tuple[str, str | int | 
 
 
 def _expected(model: DecoderForCausalLM, loaders: dict[str, ParameterLoader], checkpoint: Checkpoint) -> set[str]:
-    """The tensors that a checkpoint of this model has to hold: a fused layer may be stored whole or in parts."""
+    """The tensors that a checkpoint of this model must hold; a fused layer is stored as one tensor or in parts."""
     expected: set[str] = set()
     for name in loaders:
         path, _, kind = name.rpartition(".")
@@ -195,7 +195,7 @@ def _expected(model: DecoderForCausalLM, loaders: dict[str, ParameterLoader], ch
 
 
 def _misfits(name: str, info: TensorInfo, loader: ParameterLoader, shard_id: str | int | None) -> Iterator[str]:
-    """What is wrong with a tensor that has a place: its type or its shape."""
+    """Errors of a tensor that belongs to a parameter: wrong type, wrong shape."""
     if info.dtype not in PLAIN_DTYPES:
         yield f"wrong type: {name} in {info.file} is stored as {info.dtype}; allowed: {', '.join(PLAIN_DTYPES)}"
     try:
@@ -207,7 +207,7 @@ def _misfits(name: str, info: TensorInfo, loader: ParameterLoader, shard_id: str
 
 
 def _finish(model: DecoderForCausalLM, device: torch.device) -> None:
-    """Compute what is not loaded, let layers rearrange their weights, and check that nothing was left out."""
+    """Check that every parameter was filled, compute buffers, and let layers process their loaded weights."""
     left = [part for _, loader in _loaders(model) for part in loader.missing()]
     if left:
         raise RuntimeError(f"parameters were matched but not filled: {', '.join(left)}")

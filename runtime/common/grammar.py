@@ -1,8 +1,8 @@
-"""Grammars of structured output: what the driver and rank 0 both make of a request's parameters, with llguidance.
+"""Structured output: translates a request's parameters to a grammar of llguidance, for the driver and rank 0.
 
-The driver checks a request before it is queued (``runtime/text/grammar_check.py``); rank 0 makes the same grammar of
-the same parameters and follows it (``workers/sampling/grammar.py``). llguidance is an optional library, so it is
-imported where it is needed.
+The driver checks the grammar before the request is queued (``runtime/text/grammar_check.py``); rank 0 builds the same
+grammar from the same parameters and matches the output against it (``workers/sampling/grammar.py``). llguidance is an
+optional dependency, imported at first use.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 TOKENIZER_FILE = "tokenizer.json"
 
 MAX_GBNF_CHARACTERS = 16 * 1024
-
-"""A longer grammar in GBNF takes minutes to translate; in Lark's notation it needs no translation."""
-
+"""Length limit of GBNF grammars, which are translated to Lark: a longer one takes minutes."""
 
 PREFIX = "structured output cannot be followed: "
 
@@ -32,10 +30,10 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator"
 
 
 def to_grammar(outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's own JSON form. JSON gets no free white space, so that a model cannot dwell in it.
+    """The grammar in llguidance's JSON form. JSON has no optional white space: a model could repeat it forever.
 
     Raises:
-        RequestError: it is not even a JSON schema, or not a grammar; or llguidance is not installed.
+        RequestError: the JSON schema or the grammar is invalid, or llguidance is not installed.
     """
     with no_panic():
         return _grammar(outputs)
@@ -58,15 +56,15 @@ def _grammar(outputs: StructuredOutputs) -> str:
 
 
 def make_llg_tokenizer(path: str | Path, eos_token_ids: Sequence[int], vocab_size: int) -> LLTokenizer:
-    """What llguidance has to know of a checkpoint's tokens: takes 0.3 s for 49000 tokens, so keep it.
+    """llguidance's tokenizer for a checkpoint. Takes 0.3 s for 49000 tokens: cache it.
 
     Args:
         path: folder of the checkpoint, or its tokenizer.json.
-        eos_token_ids: tokens that may end an output; none: the tokenizer's own.
-        vocab_size: of the model, which may be padded beyond the tokenizer's.
+        eos_token_ids: tokens that end an output; if empty, the tokenizer's own.
+        vocab_size: of the model; may be larger than the tokenizer's because of padding.
 
     Raises:
-        RequestError: the file cannot be read, or its tokens do not say which bytes they stand for.
+        RequestError: the file cannot be read, or its tokens do not map to bytes.
     """
     llguidance = llguidance_module()
     path = Path(path)
@@ -79,36 +77,36 @@ def make_llg_tokenizer(path: str | Path, eos_token_ids: Sequence[int], vocab_siz
             return llguidance.LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=eos or None)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise RequestError(
-            f"structured output cannot be had with this checkpoint: {file} is not a tokenizer that llguidance can "
+            f"structured output is not available with this checkpoint: {file} is not a tokenizer that llguidance can "
             f"read ({short_error(str(error))}); drop structured_outputs"
         ) from error
 
 
 def parser_limits() -> LLParserLimits:
-    """What following one grammar may cost. The same for trial and rank 0: what passes there has to pass here."""
+    """Cost limits of one grammar, the same in the driver's check and on rank 0."""
     return llguidance_module().LLParserLimits(
         max_grammar_size=50_000, step_max_items=10_000, max_lexer_states=50_000, verbose_errors=False
     )
 
 
 def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """A matcher at the beginning of ``grammar``; see its ``is_error`` and :func:`error_of`.
+    """A matcher at the beginning of ``grammar``. Check :func:`error_of` before use.
 
     Raises:
-        RequestError: the library panicked.
+        RequestError: llguidance panicked.
     """
     with no_panic():
         return llguidance_module().LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """What is wrong with a matcher, in one line; empty if nothing is."""
+    """The error of a matcher in one line; empty if it has none."""
     return short_error(matcher.get_error()) if matcher.is_error() else ""
 
 
 @contextlib.contextmanager
 def no_panic() -> Generator[None]:
-    """Around calls of llguidance: make RequestError of a panic, which is no Exception and would end the process."""
+    """Convert a panic of llguidance to RequestError; it derives from BaseException and would end the process."""
     try:
         yield
     except BaseException as error:
@@ -128,7 +126,7 @@ def _num_tokens(fields: dict[str, Any]) -> int:
 
 
 def llguidance_module() -> Any:
-    """The library. Raises RequestError if it is not installed."""
+    """The llguidance module. Raises RequestError if it is not installed."""
     try:
         import llguidance
     except ImportError as error:
@@ -140,7 +138,7 @@ def llguidance_module() -> Any:
 
 
 def _schema(text: str) -> dict[str, Any]:
-    """The schema in ``text``. What it says to llguidance itself is left out: our own settings hold."""
+    """The schema in ``text``, without its ``x-guidance`` key, which would override our settings of llguidance."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -179,7 +177,7 @@ def _encodable(name: str, text: str) -> str:
 
 
 def short_error(text: str) -> str:
-    """A message of llguidance in one line."""
+    """An error message of llguidance in one line, without its internal state."""
     for mark in ("<non-verbose/>", "<state>", "<backtrace>"):
         text = text.partition(mark)[0]
     return " ".join(text.split())[:300]

@@ -19,7 +19,7 @@ from workers.runner import ModelRunner
 def measure_decode_step(runner: ModelRunner, repeats: int) -> dict[str, float]:
     """Repeat the forward pass over the last computed token of every live request. A collective call.
 
-    Computed again, a token writes the same keys and values to the same slots, so requests can continue afterwards.
+    Computed again, a token writes its keys and values to the same slots, so requests can continue afterwards.
 
     Returns:
         seconds of one forward pass as steps run it (``forward``), and of the ops in it (``ops``: ATen's and ours; of a

@@ -87,7 +87,9 @@ class FakeRank:
         self.serve({**START_UP_ANSWERS, **answers}, last="ready")
 
     def serve(self, answers: Mapping[str, Any], last: str) -> None:
-        """Answer RPCs until ``last``, in a thread. A value may be an exception to report, or ``...``: no answer."""
+        """Answer RPCs until ``last``, in a thread. A value may be an exception to report, ``...`` for no
+        answer, or a function of this rank that returns the value.
+        """
         threading.Thread(target=self._serve, args=(answers, last), daemon=True).start()
 
     def _serve(self, answers: Mapping[str, Any], last: str) -> None:
@@ -98,6 +100,8 @@ class FakeRank:
                 _, number, method, arguments = unpack(frame)
                 self.calls.append((method, arguments))
                 value = answers.get(method)
+                if callable(value):
+                    value = value(self)
                 if value is ...:
                     return
                 if isinstance(value, Exception):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
 
 from runtime.common.config import EngineConfig
 from runtime.common.errors import RankRaisedError, RankTimeoutError, StartupError
+from runtime.common.protocol import pack
 from runtime.executor import worker_group
 from runtime.executor.startup import NullProgress, Startup, StartupReport
-from tests.runtime.executor.fakes import MODEL, START_UP_ANSWERS, FakeLauncher
+from tests.runtime.executor.fakes import MODEL, START_UP_ANSWERS, FakeLauncher, FakeRank
 
 FAILURE = {"failure": "RuntimeError: boom"}
 
@@ -63,6 +65,32 @@ def test_every_stage_runs_once_in_order():
         "device group weights kv_cache_size kv_cache compile use_compiled warm_up capture ready".split()
     )
     assert "pids 1000, 1001" in progress.details["spawn"]
+
+
+def test_ready_follows_the_slowest_ranks_last_capture():
+    rank_0_answers, slow_rank_is_read = threading.Event(), threading.Event()
+    events: list[str] = []
+
+    class Ordered(NullProgress):
+        def started(self, stage: str) -> None:
+            events.append(stage)
+
+        def advanced(self, stage: str, done: int, total: int) -> None:
+            slow_rank_is_read.set()
+
+    def quick(rank: FakeRank) -> dict[str, int]:
+        rank_0_answers.set()
+        return {"graphs": 1}
+
+    def slow(rank: FakeRank) -> dict[str, int]:
+        assert rank_0_answers.wait(20.0)
+        rank.channel.send(pack(["progress", "capture", 1, 2]))
+        assert slow_rank_is_read.wait(20.0)
+        events.append("last capture")
+        return {"graphs": 1}
+
+    start({0: {"capture": quick}, 1: {"capture": slow}}, progress=Ordered())
+    assert events[-3:] == ["capture", "last capture", "ready"]
 
 
 def test_the_kv_cache_has_the_minimum_over_ranks():

@@ -1,4 +1,4 @@
-"""What every test may use, and what every test is checked for: that it leaves nothing behind."""
+"""The leak check that follows every test, and the environment of the test session."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# A shell that starts us in the background has SIGINT ignored, which children inherit: tests that send it need it.
+# A shell starts background jobs with SIGINT ignored, which children inherit; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 OURS = ("launch.rank_main", "launch.spmd", "bin/lockstep", "RankActor")
 SETTLE_SECONDS = 10.0
 
-# Other sessions may run on this machine: what belongs to this one is known by its environment and its folder.
+# Other sessions may run on this machine. A variable and a folder mark what belongs to this one.
 SESSION = f"{os.getpid()}-{time.monotonic_ns()}"
 os.environ["LOCKSTEP_TEST_SESSION"] = SESSION
 SCRATCH = tempfile.TemporaryDirectory(prefix="lt-")
@@ -39,9 +39,9 @@ def is_of_this_session(process: psutil.Process) -> bool:
 
 
 def our_processes() -> set[str]:
-    """Command lines of live processes that a start of Lockstep makes (those of zombies are empty)."""
+    """Command lines of this session's live Lockstep processes (those of zombies are empty)."""
     found: set[str] = set()
-    for pid in filter(str.isdecimal, os.listdir("/proc")):  # psutil reads more of every process, before every test
+    for pid in filter(str.isdecimal, os.listdir("/proc")):  # Faster than psutil.process_iter.
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if any(name in command for name in OURS) and is_of_this_session(psutil.Process(int(pid))):
@@ -50,7 +50,7 @@ def our_processes() -> set[str]:
 
 
 def our_names() -> set[str]:
-    """Shared-memory names that carry a pid of this session or of the dead, and folders with sockets."""
+    """Shared-memory names with a pid of this session or of a dead process, and run directories."""
     found = {str(path) for path in Path(SCRATCH.name).glob("lockstep-*") if "lockstep-tests-" not in path.name}
     for path in Path("/dev/shm").glob("lockstep-*"):
         pid = path.name.split("-")[1]
@@ -62,7 +62,7 @@ def our_names() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a process, a shared-memory name or a socket folder of ours."""
+    """Fail a test that leaves a process, a shared-memory name or a run directory of Lockstep behind."""
     if request.node.get_closest_marker("leaves_session_processes"):
         yield
         return

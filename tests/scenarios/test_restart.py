@@ -1,7 +1,7 @@
-"""A worker group that fails is started again, and nobody who waits for tokens can tell: rows 1, 2 and 4 of the faults.
+"""A worker group that fails is restarted, and the tokens of requests in flight are those of an undisturbed run.
 
-Every rank gets real signals while requests are in flight. Ranks over Ray are in ``test_ray.py``; what the supervisor
-does with messages under way when a rank fails is in ``test_worker_group.py``.
+Ranks receive real signals while requests are in flight. Ranks over Ray are in ``test_ray.py``; messages in flight when
+a rank fails are in ``runtime/executor/test_worker_group.py`` and ``test_supervisor.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,19 +30,17 @@ PARAMS = [GREEDY, GREEDY, SEEDED, SEEDED]
 
 @dataclass
 class Strikes:
-    """Signals that hit ranks in the middle of what they do, and what was noticed of it.
+    """Signals to ranks during steps, and the failures that caused restarts.
 
     Attributes:
-        after: plans still to be submitted before ``number`` is sent to ``ranks``; 0: none is due.
-        sent: when each signal was sent.
-        noticed: the failure that each restart was made for, and when.
+        after: plans to submit before signal ``number`` is sent to ``ranks``; 0: none is due.
+        failures: the failure before each restart.
     """
 
     after: int = 0
     ranks: tuple[int, ...] = ()
     number: int = signal.SIGKILL
-    sent: list[float] = field(default_factory=list)
-    noticed: list[tuple[LockstepError, float]] = field(default_factory=list)
+    failures: list[LockstepError] = field(default_factory=list)
 
     def arm(self, *ranks: int, number: int = signal.SIGKILL, after: int = 10) -> None:
         self.ranks, self.number, self.after = ranks, number, after
@@ -55,7 +52,7 @@ def strikes(monkeypatch: pytest.MonkeyPatch) -> Strikes:
 
 
 def strike_supervisors(monkeypatch: pytest.MonkeyPatch) -> Strikes:
-    """Strikes at every supervisor of this test."""
+    """Signals to the ranks of every supervisor of this test."""
     made, submit, restart = Strikes(), Supervisor.submit, Supervisor.restart
 
     def submit_and_strike(self: Supervisor, plan: Any) -> None:
@@ -63,13 +60,12 @@ def strike_supervisors(monkeypatch: pytest.MonkeyPatch) -> Strikes:
         if made.after:
             made.after -= 1
             if made.after == 0:
-                made.sent.append(time.monotonic())
                 for rank in made.ranks:
                     os.kill(self.rank_pids[rank], made.number)
 
     def note_and_restart(self: Supervisor) -> int:
         assert self._failure is not None
-        made.noticed.append((self._failure, time.monotonic()))
+        made.failures.append(self._failure)
         return restart(self)
 
     monkeypatch.setattr(Supervisor, "submit", submit_and_strike)
@@ -90,8 +86,8 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [[(0,), (1,)], [(0,), (1, 2)]], ids=["tp 2", "tp 3"])
-def test_rows_1_and_2_sigkill_of_each_rank_mid_decode(victims: list[tuple[int, ...]], strikes: Strikes):
-    """Each rank in turn, until the restarts are used up: then the cause comes through, and all is gone."""
+def test_sigkill_of_each_rank_during_decode(victims: list[tuple[int, ...]], strikes: Strikes):
+    """Each rank in turn, until no restart is left: then the cause is raised, and every process has ended."""
     tp, allowed = max(map(max, victims)) + 1, len(victims)
     with LLM(str(tiny_checkpoint()), **settings(tp, max_restarts=allowed)) as llm:
         expected = tokens(llm)
@@ -100,45 +96,41 @@ def test_rows_1_and_2_sigkill_of_each_rank_mid_decode(victims: list[tuple[int, .
             old = llm.rank_pids
             strikes.arm(*ranks)
             assert tokens(llm) == expected
-            error, when = strikes.noticed[-1]
-            check_kill(error, ranks)
-            assert when - strikes.sent[-1] < 2.0  # noticed in 0.5 s; the rest is tearing down on a busy machine
+            check_kill(strikes.failures[-1], ranks)
             assert len(llm.rank_pids) == tp and not set(old) & set(llm.rank_pids)
-        assert len(strikes.noticed) == llm.engine.stats.restarts == allowed
+        assert len(strikes.failures) == llm.engine.stats.restarts == allowed
         processes = [psutil.Process(pid) for pid in llm.rank_pids]
         strikes.arm(tp - 1)
         with pytest.raises(RankDiedError) as caught:
             tokens(llm)
         check_kill(caught.value, (tp - 1,))
         assert caught.value.exit_code == 137
-        assert time.monotonic() - strikes.sent[-1] < 5.0
         assert not [process for process in processes if process.is_running()]
-        with pytest.raises(RankDiedError):  # the engine is dead, and says so at once
+        with pytest.raises(RankDiedError):  # The engine stays dead.
             tokens(llm)
-        assert len(strikes.noticed) == allowed
+        assert len(strikes.failures) == allowed
 
 
 def check_kill(error: LockstepError, ranks: tuple[int, ...]) -> None:
-    """The error names a rank that was killed, what killed it, and when."""
+    """The error names a killed rank, the signal and the step."""
     assert isinstance(error, RankDiedError) and error.rank in ranks and error.returncode == -signal.SIGKILL
     assert f"rank {error.rank}" in str(error) and "SIGKILL" in str(error) and error.stage.startswith("step ")
 
 
 @pytest.mark.slow
-def test_row_4_a_stopped_rank_meets_the_step_deadline_and_is_replaced(strikes: Strikes, capfd):
+def test_a_stopped_rank_misses_the_step_deadline_and_is_replaced(strikes: Strikes, capfd):
     with LLM(str(tiny_checkpoint()), **settings(2, max_restarts=1, step_timeout=1.0)) as llm:
         expected = tokens(llm)
         strikes.arm(1, number=signal.SIGSTOP)
         assert tokens(llm) == expected
-    error, when = strikes.noticed[0]
+    error = strikes.failures[0]
     assert isinstance(error, RankTimeoutError) and "--step-timeout" in str(error) and "1" in str(error)
-    assert when - strikes.sent[0] < 1.0 + 2.0 + 2.0  # the knob + 2 s; the rest is a busy machine
-    assert "runner.py" in capfd.readouterr().err  # the stack of the rank that waits for the other
+    assert "runner.py" in capfd.readouterr().err  # The stack of the rank that waits for the other.
 
 
 @pytest.mark.slow
-def test_one_rank_under_asyncio_killed_mid_decode_and_while_idle(strikes: Strikes):
-    """Nobody asks for anything while the second signal comes: the engine's own thread notices it."""
+def test_one_rank_under_asyncio_killed_during_decode_and_while_idle(strikes: Strikes):
+    """The second signal arrives without a request: the engine's thread detects the death."""
 
     async def ask(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> list[int]:
         return [output async for output in llm.generate(prompt, params)][-1].token_ids
@@ -150,16 +142,14 @@ def test_one_rank_under_asyncio_killed_mid_decode_and_while_idle(strikes: Strike
         expected = await ask_all(llm)
         strikes.arm(0)
         assert await ask_all(llm) == expected
-        check_kill(strikes.noticed[0][0], (0,))
+        check_kill(strikes.failures[0], (0,))
         assert llm.engine.snapshot().restarts == 1
         os.kill(llm.rank_pids[0], signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while llm.engine.snapshot().restarts == 1:
-            assert time.monotonic() < deadline
+        while llm.engine.snapshot().restarts == 1:  # The test's time-out bounds it.
             await asyncio.sleep(0.01)
         assert await ask_all(llm) == expected
 
     with AsyncLLM(str(tiny_checkpoint()), **settings(1, max_restarts=2)) as llm:
         asyncio.run(live(llm))
-    error, _ = strikes.noticed[1]
+    error = strikes.failures[1]
     assert isinstance(error, RankDiedError) and error.rank == 0 and "SIGKILL" in str(error) and error.stage == ""

@@ -8,24 +8,29 @@ from typing import Any
 
 import pytest
 
+from parallel.collectives.base import CollectiveTimeout
 from runtime.common.channel import Channel, channel_pair
 from runtime.common.config import EngineConfig, resolve
+from runtime.common.errors import CheckpointError, ProtocolError, RequestError
 from runtime.common.model_config import ModelConfig, load_model_config
 from runtime.common.protocol import (
+    ExceptionKind,
     NewRequest,
     ScheduledRequest,
     StepPlan,
     digest,
     pack,
+    pack_exception,
     pack_plan,
     unpack,
+    unpack_exception,
     unpack_tokens,
 )
 from runtime.common.sampling_params import SamplingParams
 from tests.checkpoints import tiny_checkpoint
 from workers.faults import FaultyRunner
 from workers.runner import ModelRunner
-from workers.worker import RankInfo, Worker
+from workers.worker import RankInfo, Worker, rank_exception
 
 GROUP = {"init_method": "", "same_host": True, "run_id": "run"}
 
@@ -159,3 +164,23 @@ def test_only_the_faulty_rank_has_a_faulty_runner() -> None:
         driver.call("group", **GROUP)
         assert type(driver.worker._runner) is expected
         driver.end()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "fields"),
+    [
+        (CheckpointError("x"), ExceptionKind.INPUT, {}),
+        (RequestError("x", param="n"), ExceptionKind.INPUT, {"param": "n"}),
+        (CollectiveTimeout("x", (1, 2)), ExceptionKind.COLLECTIVE, {"missing": [1, 2]}),
+        (ProtocolError("x"), ExceptionKind.INTERNAL, {}),
+        (OSError(28, "x"), ExceptionKind.INTERNAL, {}),
+    ],
+)
+def test_an_exception_is_sent_with_its_kind_and_fields(error: Exception, kind: ExceptionKind, fields: dict[str, Any]):
+    error.add_note("ignored")
+    try:
+        raise error
+    except type(error) as caught:
+        sent = unpack_exception(unpack(pack_exception(7, rank_exception(caught))))
+    assert (sent.kind, sent.type_name, sent.fields) == (kind, type(error).__name__, fields)
+    assert sent.message == str(error) and "Traceback" in sent.traceback

@@ -137,6 +137,12 @@ def test_compile_counts_are_summed_and_warnings_logged_once(caplog: pytest.LogCa
     assert caplog.text.count("careful") == 1
 
 
+def test_warnings_of_the_switch_to_compiled_code_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    start({rank: {"use_compiled": ["no graphs"]} for rank in (0, 1)})
+    assert caplog.text.count("no graphs") == 1
+
+
 def test_ranks_with_different_fingerprints_are_refused():
     with pytest.raises(StartupError, match=r"its torch is 2\.12, rank 0 has 2\.11") as caught:
         start({0: {"ready": {"config": "c", "torch": "2.11"}}, 1: {"ready": {"config": "c", "torch": "2.12"}}})

@@ -1,12 +1,12 @@
-"""Lockstep's public API: what these names promise is kept; everything else may move.
+"""Lockstep's public API; names outside of ``__all__`` may change without notice.
 
-``LLM``, ``AsyncLLM`` and ``RequestOutput`` load what stands behind them on first use, so importing this module costs
-little.
+``LLM``, ``AsyncLLM`` and ``RequestOutput`` are imported on first use, so importing this module is cheap.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from runtime.common.config import EngineConfig
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from launch.llm import LLM, AsyncLLM
     from runtime.engine.request import RequestOutput
 
+__version__ = importlib.metadata.version("lockstep")
+
 __all__ = [
     "LLM",
     "AsyncLLM",
@@ -55,12 +57,27 @@ __all__ = [
     "SamplingParams",
     "StartupError",
     "StructuredOutputs",
+    "__version__",
 ]
 
-_LATE = {"LLM": "launch.llm", "AsyncLLM": "launch.llm", "RequestOutput": "runtime.engine.request"}
+_LAZY = {"LLM": "launch.llm", "AsyncLLM": "launch.llm", "RequestOutput": "runtime.engine.request"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(_LATE[name]), name)
+    return _public(name, getattr(importlib.import_module(_LAZY[name]), name))
+
+
+def _public(name: str, value: Any) -> Any:
+    """Make a class say ``lockstep.NAME`` in tracebacks, ``help()`` and pickles, and keep it as an attribute here."""
+    if isinstance(value, type):
+        value.__module__ = __name__
+    globals()[name] = value
+    return value
+
+
+for _name in __all__:
+    if _name not in _LAZY:
+        _public(_name, globals()[_name])
+del _name

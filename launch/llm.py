@@ -1,8 +1,7 @@
-"""LLM and AsyncLLM: start a worker group, put the engine on it, generate, close both.
+"""LLM and AsyncLLM, the composition root: model folder, configuration, launcher, supervisor, engine.
 
-This is where a user's settings become a running group: the model folder is found and checked, "auto" is resolved, the
-cut is refused if it cannot be made, a launcher is chosen, all before any process is started. Scheduling is
-``runtime/engine/engine.py``'s, watching ranks is ``supervisor.py``'s.
+``prepare.py`` checks the model and resolves the configuration before any process is started. Scheduling is in
+``runtime/engine/``, supervision of the ranks in ``runtime/executor/supervisor.py``.
 """
 
 from __future__ import annotations
@@ -11,52 +10,48 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import weakref
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
-from launch.demo_model import ensure_demo_model
-from launch.environment import read_environment, torchrun_ranks
-from launch.local import LocalLauncher
-from launch.progress import Bar, Progress, Throughput
-from parallel.shard import ShardError, check_tp_size
-from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import EngineConfig, resolve
+from launch.engine_args import EngineArgs
+from launch.environment import read_environment
+from launch.prepare import DEMO, find_model, prepare
+from launch.progress import Bar, Progress, StageProgress, Throughput
+from runtime.common.config import EngineConfig
 from runtime.common.errors import ConfigError, EngineClosedError, RequestError
 from runtime.common.log import configure_logging
-from runtime.common.model_config import ModelConfig, load_model_config
+from runtime.common.model_config import load_model_config
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
 from runtime.engine.request import RequestOutput
-from runtime.executor.launcher import Launcher
 from runtime.executor.startup import StartupReport
 from runtime.executor.supervisor import Supervisor
 from runtime.text.tokenizer import Tokenizer
-
-DEMO = "demo"
 
 Message = dict[str, Any]
 """One chat message: at least "role" and "content"."""
 
 
-class _Model:
-    """What LLM and AsyncLLM have in common: the way from settings to a worker group, and its end.
+class _WorkerGroupOwner:
+    """Start and end of a worker group, common to LLM and AsyncLLM.
 
     Attributes:
-        config: resolved.
-        model_config: what the checkpoint says.
-        tokenizer: the checkpoint's own.
-        startup: what the start took and found.
+        config: the resolved configuration.
+        model_config: the checkpoint's configuration.
+        tokenizer: the checkpoint's tokenizer.
+        startup: durations and results of the start-up stages.
     """
 
-    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Unpack[EngineArgs]) -> None:
         environment = read_environment()
         configure_logging(environment.log_level)
         self._progress = Progress(enabled=progress)
+        if internal := (settings.keys() - EngineArgs.__annotations__.keys()) & EngineConfig.__annotations__.keys():
+            raise ConfigError(f"unknown setting {min(internal)!r}; launch/ sets it, from the environment or by itself")
         asked = EngineConfig.from_dict({"model": model, **settings})
         asked = dataclasses.replace(
             asked,
@@ -68,13 +63,16 @@ class _Model:
         self.model_config = load_model_config(folder)
         self.config, launcher = prepare(asked, folder, self.model_config)
         self.tokenizer = Tokenizer.from_folder(folder)
-        self._supervisor = Supervisor(launcher, self.config, self.model_config, _StageLines(self._progress))
+        self._supervisor = Supervisor(launcher, self.config, self.model_config, StageProgress(self._progress))
         self._closed = False
-        # A forgotten close() still ends the group: when the object is collected, or at the latest at exit.
+        # Without close(), the group ends when this object is collected, at the latest at interpreter exit.
         self._resources = _Resources(self._supervisor, self.tokenizer)
         self._finalizer = weakref.finalize(self, self._resources.close)
         atexit.register(self._finalizer)
-        self.startup: StartupReport = self._supervisor.start()
+        try:
+            self.startup: StartupReport = self._supervisor.start()
+        finally:
+            self._progress.clear()  # Of a stage that failed.
 
     def _make_engine(self) -> Engine:
         return Engine(self.config, self.model_config, self.tokenizer, self._supervisor, self.startup.num_kv_blocks)
@@ -85,14 +83,14 @@ class _Model:
         return self._supervisor.rank_pids
 
     def close(self) -> None:
-        """End every rank and everything they hold. May be called twice."""
+        """Stop the ranks and release their resources. A second call does nothing."""
         self._closed = True
         self._finalizer()
         atexit.unregister(self._finalizer)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineClosedError(f"this {type(self).__name__} was closed; make a new one")
+            raise EngineClosedError(f"this {type(self).__name__} was closed; create a new one")
 
     def __enter__(self) -> Self:
         return self
@@ -102,7 +100,7 @@ class _Model:
 
 
 class _Resources:
-    """What has to be closed at the end. It knows nothing of the LLM, which could never be collected otherwise."""
+    """The resources that close() releases. It holds no reference to the LLM, so that the LLM can be collected."""
 
     def __init__(self, supervisor: Supervisor, tokenizer: Tokenizer) -> None:
         self._pid = os.getpid()
@@ -111,37 +109,43 @@ class _Resources:
         self.async_engine: AsyncEngine | None = None
 
     def close(self) -> None:
-        """End the engine's thread, the worker group and the tokenizer's helper process, in that order."""
+        """Stop the engine's thread, the worker group and the tokenizer's helper process, in that order."""
         if os.getpid() != self._pid:
-            return  # A forked child that exits: all of it is its parent's.
+            return  # In a forked child, the resources belong to the parent.
         if self.async_engine is not None:
             self.async_engine.close()
         self._supervisor.close()
         self._tokenizer.close()
 
 
-class LLM(_Model):
-    """A model over tensor-parallel ranks that continues lists of prompts.
+class LLM(_WorkerGroupOwner):
+    """Offline batch generation over tensor-parallel ranks.
+
+    For example::
+
+        with LLM("demo", tensor_parallel_size=2) as llm:
+            for output in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
+                print(output.text)
 
     Args:
-        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
+        model: a checkpoint folder, ``ORG/NAME[@REVISION]`` on the Hugging Face hub, or ``"demo"``.
         progress: whether to report start-up stages on stderr.
-        settings: fields of :class:`~runtime.common.config.EngineConfig`.
+        settings: the fields of ``EngineConfig``.
 
     Attributes:
-        engine: makes the steps; while :meth:`generate` runs, for that call alone.
+        engine: the engine, stepped by :meth:`generate`.
 
     Raises:
-        InputError: the settings or the checkpoint cannot be used; no process was started.
-        RankError: a rank failed while starting; everything it had started is gone.
+        InputError: the settings or the checkpoint are invalid; no process was started.
+        RankError: a rank failed during start-up; every process was stopped.
     """
 
-    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Unpack[EngineArgs]) -> None:
         super().__init__(model, progress=progress, **settings)
         self.engine = self._make_engine()
 
     def measure_step(self, repeats: int = 50) -> dict[str, float]:
-        """For benchmarks on the CPU: rank 0's seconds of the last step's forward pass, and of the ops in it."""
+        """Benchmarks on the CPU: rank 0's seconds of the last step's forward pass and of the ops in it."""
         return self._supervisor.collective_rpc("measure_step", repeats=repeats)[0]
 
     def generate(
@@ -151,16 +155,16 @@ class LLM(_Model):
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Continue every prompt; the results are in input order.
+        """Generate for every prompt and return the outputs in input order.
 
         Args:
-            prompts: texts, or token ids of ready-made prompts.
-            params: for all prompts, or one for each; default :class:`SamplingParams`.
-            progress: whether to show a bar on stderr.
+            prompts: texts or lists of token ids.
+            params: one for all prompts, or one for each; default ``SamplingParams()``.
+            progress: whether to show a progress bar on stderr.
 
         Raises:
             RequestError: a prompt or its parameters are invalid; nothing was generated.
-            RankError: the worker group failed more often than it may be restarted; this LLM is dead.
+            RankError: the worker group failed more than ``max_restarts`` times; this LLM is unusable.
         """
         self._check_open()
         given: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -184,12 +188,12 @@ class LLM(_Model):
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several, through the checkpoint's chat template."""
-        several: list[Any] = list(conversations)
-        if several and isinstance(several[0], dict):
-            several = [several]
-        texts = [self.tokenizer.apply_chat_template(messages) for messages in several]
-        # The template has written the special tokens already.
+        """Apply the checkpoint's chat template to one conversation or to several, and generate the answers."""
+        batch: list[Any] = list(conversations)
+        if batch and isinstance(batch[0], dict):
+            batch = [batch]
+        texts = [self.tokenizer.apply_chat_template(messages) for messages in batch]
+        # The template's text includes the special tokens.
         token_ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         outputs = self.generate(token_ids, params, progress=progress)
         return [dataclasses.replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
@@ -197,10 +201,10 @@ class LLM(_Model):
     def _add(self, prompts: Sequence[str | Sequence[int]], params: Sequence[SamplingParams]) -> list[int]:
         req_ids: list[int] = []
         try:
-            for index, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+            for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                    req_ids.append(self.engine.add(self.engine.limits.check(token_ids, how), final_only=True))
+                    req_ids.append(self.engine.add(self.engine.limits.check(token_ids, prompt_params), final_only=True))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from None
         except BaseException:
@@ -221,7 +225,7 @@ class LLM(_Model):
                     tokens = sum(s.num_tokens - s.old_tokens for output in outputs for s in output.outputs)
                     ended = sum(output.finished for output in outputs)
                     bar.advance(ended, text=throughput.add(tokens))
-            # A plan may be under way for requests that have ended. Nobody would watch its deadline from here on.
+            # A step of finished requests may be in flight; its deadline is only checked by step().
             while engine.has_work and engine.failure is None:
                 engine.step()
         except BaseException:
@@ -234,21 +238,31 @@ class LLM(_Model):
             self.engine.abort(req_id)
 
 
-class AsyncLLM(_Model):
-    """A model over tensor-parallel ranks for asyncio: requests come at any time, and their outputs as they grow.
+class AsyncLLM(_WorkerGroupOwner):
+    """Streaming generation over tensor-parallel ranks for asyncio, with concurrent requests.
 
-    Starting takes as long as for LLM and keeps an event loop waiting: do it before, or in a thread.
+    For example::
+
+        async with AsyncLLM("demo", tensor_parallel_size=2) as llm:
+            async for output in llm.generate("Hello", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].new_text, end="")
+
+    The constructor blocks for the whole start-up: call it before the event loop runs, or in a thread.
 
     Args:
-        model: a folder with a Hugging Face checkpoint, or ``"demo"``.
+        model: a checkpoint folder, ``ORG/NAME[@REVISION]`` on the Hugging Face hub, or ``"demo"``.
         progress: whether to report start-up stages on stderr.
-        settings: fields of :class:`~runtime.common.config.EngineConfig`.
+        settings: the fields of ``EngineConfig``.
 
     Attributes:
-        engine: what :meth:`generate` talks to; see :class:`~runtime.engine.async_engine.AsyncEngine`.
+        engine: the engine, which runs in its own thread.
+
+    Raises:
+        InputError: the settings or the checkpoint are invalid; no process was started.
+        RankError: a rank failed during start-up; every process was stopped.
     """
 
-    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Any) -> None:
+    def __init__(self, model: str = DEMO, *, progress: bool = True, **settings: Unpack[EngineArgs]) -> None:
         super().__init__(model, progress=progress, **settings)
         self.engine = AsyncEngine(self._make_engine(), max_queued_requests=self.config.max_queued_requests)
         self._resources.async_engine = self.engine
@@ -263,19 +277,19 @@ class AsyncLLM(_Model):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; yields an output whenever there is something new.
+        """Generate for one prompt and yield an output after every new token or chunk of text.
 
         Args:
-            prompt: a text, or token ids of a ready-made prompt.
-            params: how to continue it; default :class:`SamplingParams`.
-            request_id: its name for :meth:`abort`; made up if None.
-            priority: lower goes first; of equals, the one that came first.
-            cache_salt: only requests with the same salt share the KV blocks of what they have in common.
+            prompt: a text or a list of token ids.
+            params: default ``SamplingParams()``.
+            request_id: id for :meth:`abort`; default: a generated one.
+            priority: lower values are scheduled first, equal ones in order of arrival.
+            cache_salt: requests share cached prefixes only with requests of the same salt.
 
         Raises:
-            RequestError: it can never run; raised before anything is yielded, like the others.
-            QueueFullError: too many requests are waiting.
-            EngineError: the engine has ended.
+            RequestError: the request is invalid. Like the other errors, it is raised before the first output.
+            QueueFullError: ``max_queued_requests`` requests are waiting.
+            EngineError: the engine has stopped.
         """
         self._check_open()
         text = prompt if isinstance(prompt, str) else None
@@ -296,10 +310,10 @@ class AsyncLLM(_Model):
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation through the checkpoint's chat template; otherwise like :meth:`generate`."""
+        """Apply the checkpoint's chat template to a conversation and generate the answer like :meth:`generate`."""
         self._check_open()
         text = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
-        # The template has written the special tokens already.
+        # The template's text includes the special tokens.
         token_ids = await asyncio.to_thread(self.tokenizer.encode, text, False)
         outputs = self.engine.generate(
             token_ids, params, request_id=request_id, prompt=text, priority=priority, cache_salt=cache_salt
@@ -309,7 +323,7 @@ class AsyncLLM(_Model):
                 yield output
 
     async def abort(self, request_id: str) -> bool:
-        """End a request, whose reader gets its last output with ``finish_reason`` "abort"; whether there was one."""
+        """Abort a request: its last output has ``finish_reason`` "abort". Return whether the id was running."""
         return await self.engine.abort(request_id)
 
     async def __aenter__(self) -> Self:
@@ -317,101 +331,3 @@ class AsyncLLM(_Model):
 
     async def __aexit__(self, *exception: object) -> None:
         await asyncio.to_thread(self.close)
-
-
-class _StageLines:
-    """Start-up stages as lines and bars on stderr."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._bars = contextlib.ExitStack()
-        self._bar: Bar | None = None
-
-    def started(self, stage: str) -> None:
-        """On a terminal, what is being done now."""
-        self._progress.stage_started(stage)
-
-    def advanced(self, stage: str, done: int, total: int) -> None:
-        """Move the stage's bar, which appears with its first count."""
-        if self._bar is None:
-            self._bar = self._bars.enter_context(self._progress.bar(stage, total))
-        self._bar.update(done)
-
-    def finished(self, stage: str, seconds: float, detail: str) -> None:
-        """A line with the stage's time."""
-        self._bars.close()
-        self._bar = None
-        self._progress.stage_done(stage, seconds, detail)
-
-
-def find_model(model: str, cache_dir: Path, progress: Progress) -> str:
-    """The folder of a model the user named; fetches and converts the demo model once."""
-    if model == DEMO and not os.path.isdir(model):
-        return str(ensure_demo_model(cache_dir, progress))
-    return os.path.abspath(os.path.expanduser(model))
-
-
-def prepare(asked: EngineConfig, folder: str, model: ModelConfig) -> tuple[EngineConfig, Launcher]:
-    """The resolved configuration and a launcher for it. Nothing is started.
-
-    Raises:
-        InputError: the checkpoint's files are broken, or the model cannot be cut or run as asked.
-    """
-    inspect_checkpoint(folder)
-    executor = choose_executor(asked)
-    ranks = torchrun_ranks()
-    if executor == "torchrun" and ranks is not None and asked.tensor_parallel_size == 1:
-        # The default size, where torchrun was already told how many ranks there are.
-        asked = dataclasses.replace(asked, tensor_parallel_size=ranks.world_size)
-    try:
-        check_tp_size(
-            num_heads=model.num_heads,
-            num_kv_heads=model.num_kv_heads,
-            intermediate_size=model.intermediate_size,
-            vocab_size=model.vocab_size,
-            tp_size=asked.tensor_parallel_size,
-        )
-    except ShardError as error:
-        raise ConfigError(str(error)) from None
-    config = resolve(
-        dataclasses.replace(asked, model=folder), model, device=find_device(asked.device), executor=executor
-    )
-    return config, make_launcher(executor)
-
-
-def choose_executor(config: EngineConfig) -> str:
-    """Who starts the ranks: as asked, or torchrun if it started us, one local process for TP 1, Ray otherwise."""
-    if config.distributed_executor_backend != "auto":
-        return config.distributed_executor_backend
-    if torchrun_ranks() is not None:
-        return "torchrun"
-    return "local" if config.tensor_parallel_size == 1 else "ray"
-
-
-def make_launcher(executor: str) -> Launcher:
-    """The launcher of that name; Ray and torchrun are imported only here."""
-    if executor == "ray":
-        from launch.ray_launcher import RayLauncher
-
-        return RayLauncher()
-    if executor == "torchrun":
-        from launch.torchrun_launcher import TorchrunLauncher
-
-        return TorchrunLauncher()
-    return LocalLauncher()
-
-
-def find_device(asked: str) -> str:
-    """What to compute on, "cpu" or "cuda", found without importing torch into the driver.
-
-    Raises:
-        ConfigError: cuda was asked for and this host has no NVIDIA device, or its torch was built without CUDA.
-    """
-    spec = importlib.util.find_spec("torch")
-    library = Path(spec.origin).parent / "lib" / "libtorch_cuda.so" if spec and spec.origin else None
-    has_device = os.path.exists("/dev/nvidiactl") and read_environment().cuda_visible_devices != ""
-    usable = has_device and library is not None and library.exists()
-    if asked == "cuda" and not usable:
-        reason = "torch was built without CUDA" if has_device else "this host has no NVIDIA device that is visible"
-        raise ConfigError(f"device is 'cuda', but {reason}; use --device cpu or auto")
-    return "cuda" if usable and asked != "cpu" else "cpu"

@@ -1,103 +1,122 @@
-"""What a person sees while something takes long: a line per stage with its time, and bars on a terminal.
+"""Progress on stderr, drawn by rich: one line per stage with its duration, and progress bars on a terminal.
 
-Everything goes to stderr: stdout carries results only. Not a terminal: plain lines, none more often than every few
-seconds. Nothing here needs an end: no thread draws and no terminal mode is set, so a failure at any point leaves a
-usable terminal. Logging is ``runtime/common/log.py``; nothing here decides how long anything may take.
+Without a terminal, bars are plain lines at intervals of seconds. rich runs no thread here and changes no terminal mode,
+so an exception at any point leaves a usable terminal. Results go to stdout (``launch/cli/output.py``), log lines
+through ``runtime/common/log.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from rich import progress as rich_progress
     from rich.console import Console
 
 TERMINAL_INTERVAL_S = 0.1
 PLAIN_INTERVAL_S = 5.0
-"""Seconds between two drawings of a bar: on a terminal, and as plain lines."""
+"""Seconds between two updates of a bar: on a terminal, and as plain lines."""
 
 _BAR_WIDTH = 40
-_CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
     """Stages and bars of one command.
 
     Args:
-        stream: where to write; stderr by default.
-        enabled: False writes nothing at all, so callers need no ``if``.
+        stream: default: stderr.
+        enabled: False writes nothing.
     """
 
     def __init__(self, stream: TextIO | None = None, *, enabled: bool = True) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._enabled = enabled
-        self._console = _terminal(self._stream) if enabled else None
+        self._console = _make_console(sys.stderr if stream is None else stream) if enabled else None
+        self._terminal = self._console is not None and self._console.is_terminal and not self._console.is_dumb_terminal
+        self._live: rich_progress.Progress | None = None
 
     def say(self, text: str) -> None:
-        """One line."""
-        self._clear()
-        self._write(f"{text}\n")
+        """Write one line."""
+        self.clear()
+        self._print(text)
 
     def stage_started(self, name: str) -> None:
-        """A stage begins; only a terminal shows this."""
-        if self._console:
-            self._write(f"{_CLEAR_LINE}  {name} ...")
+        """Show the running stage; only on a terminal."""
+        if self._terminal:
+            self._show(f"  {name} ...")
 
     def stage_done(self, name: str, seconds: float, detail: str = "") -> None:
-        """A stage is over after ``seconds``: its one lasting line."""
+        """Write the line of a finished stage with its duration in seconds."""
         self.say(f"  {name:<12} {seconds:8.2f} s  {detail}".rstrip())
 
     @contextmanager
     def stage(self, name: str, detail: str = "") -> Generator[None]:
-        """Time what happens inside and report it as a stage; nothing is reported if it raises."""
-        begun = time.monotonic()
+        """Measure the block and write its line; an exception writes none."""
+        started = time.monotonic()
         self.stage_started(name)
         try:
             yield
         except BaseException:
-            self._clear()
+            self.clear()
             raise
-        self.stage_done(name, time.monotonic() - begun, detail)
+        self.stage_done(name, time.monotonic() - started, detail)
 
     @contextmanager
     def bar(self, name: str, total: int) -> Generator[Bar]:
-        """A bar from 0 to ``total`` (bytes, pieces, prompts), gone from a terminal when the block ends."""
+        """A bar from 0 to ``total`` (bytes, subgraphs, prompts), removed from the terminal at the end of the block."""
         try:
-            interval = TERMINAL_INTERVAL_S if self._console else PLAIN_INTERVAL_S
+            interval = TERMINAL_INTERVAL_S if self._terminal else PLAIN_INTERVAL_S
             yield Bar(lambda done, text: self._draw(name, done, total, text), interval)
         finally:
-            self._clear()
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove an unfinished stage or bar from the terminal."""
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError):
+                live.stop()
 
     def _draw(self, name: str, done: int, total: int, text: str) -> None:
-        percent = 100 * done // total if total else 100
-        if not self._console:
-            self.say(f"  {name:<12} {percent:3d} %  ({done} of {total}){', ' if text else ''}{text}")
+        if self._terminal:
+            self._show(f"  {name:<12}", done, max(total, 1), text)
             return
-        from rich.progress_bar import ProgressBar
+        percent = 100 * done // total if total else 100
+        self._print(f"  {name:<12} {percent:3d} %  ({done} of {total}){', ' if text else ''}{text}")
 
-        self._write(f"{_CLEAR_LINE}  {name:<12} ")
-        self._console.print(ProgressBar(total=max(total, 1), completed=done, width=_BAR_WIDTH), end="")
-        self._write(f" {percent:3d} %{'  ' if text else ''}{text}")
+    def _show(self, description: str, done: int = 0, total: int = 0, text: str = "") -> None:
+        """Show a live line, or update it: a description, and with a ``total`` a bar and a text."""
+        from rich import progress as rich_progress
 
-    def _clear(self) -> None:
-        """Remove an unfinished stage or bar from a terminal, before something else is written."""
-        if self._console:
-            self._write(_CLEAR_LINE)
+        live = self._live
+        with suppress(OSError):
+            if live is not None and live.tasks[0].description == description:
+                live.update(live.tasks[0].id, completed=done, text=text, refresh=True)
+                return
+            self.clear()
+            columns: list[Any] = [rich_progress.TextColumn("{task.description}", markup=False)]
+            if total:
+                columns += [rich_progress.BarColumn(_BAR_WIDTH), rich_progress.TextColumn("{task.percentage:3.0f} %")]
+                columns += [rich_progress.TextColumn("{task.fields[text]}", markup=False)]
+            self._live = live = rich_progress.Progress(
+                *columns, console=self._console, auto_refresh=False, transient=True,
+                redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            live.add_task(description, total=total or None, completed=done, text=text)
+            live.start()
 
-    def _write(self, text: str) -> None:
-        if self._enabled:
-            # In a program of the user's, stderr is theirs: a bar that cannot be drawn must not end their work.
+    def _print(self, text: str) -> None:
+        if self._console is not None:
+            # stderr belongs to the program that uses LLM: a progress line that cannot be written must not fail it.
             with suppress(OSError):
-                self._stream.write(text)
-                self._stream.flush()
+                self._console.print(text)
 
 
 class Bar:
-    """How far one thing has come, counted in whatever its total counts. Made by :meth:`Progress.bar`."""
+    """Completed units of a known total. Made by :meth:`Progress.bar`."""
 
     def __init__(self, draw: Callable[[int, str], None], interval: float) -> None:
         self._draw, self._interval = draw, interval
@@ -106,11 +125,11 @@ class Bar:
         self._drawn = time.monotonic()
 
     def update(self, done: int, *, text: str | None = None) -> None:
-        """So much is done now. Cheap to call often: it draws only every ``interval`` seconds.
+        """Set the completed units. Cheap to call often: the bar is drawn every ``interval`` seconds at most.
 
         Args:
             done: of the total.
-            text: shown beside the bar from now on, such as a rate; None leaves what was there.
+            text: shown beside the bar from now on, such as a rate; None keeps the last text.
         """
         self._done = done
         self._text = self._text if text is None else text
@@ -120,29 +139,59 @@ class Bar:
             self._draw(done, self._text)
 
     def advance(self, count: int = 1, *, text: str | None = None) -> None:
-        """``count`` more are done; 0 only gives the bar a chance to show its text."""
+        """Add ``count`` completed units; 0 only updates the text."""
         self.update(self._done + count, text=text)
 
 
 class Throughput:
-    """Tokens per second since it was made, as words for a bar."""
+    """Tokens per second since construction, formatted for a bar."""
 
     def __init__(self) -> None:
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._tokens = 0
 
     def add(self, tokens: int) -> str:
-        """So many more tokens were made; gives the rate so far, all requests together."""
+        """Count generated tokens and return the rate so far."""
         self._tokens += tokens
-        seconds = time.monotonic() - self._begun
+        seconds = time.monotonic() - self._started
         return f"{self._tokens / seconds:.1f} tokens/s" if seconds > 0 else ""
 
 
-def _terminal(stream: TextIO) -> Console | None:
-    """A console on ``stream`` if it is a terminal that can clear a line. rich takes 0.1 s to import, so only then."""
-    if not stream.isatty():
-        return None
+class StageProgress:
+    """Start-up stages as lines and bars; implements the supervisor's progress interface."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars = contextlib.ExitStack()
+        self._bar: Bar | None = None
+
+    def started(self, stage: str) -> None:
+        """On a terminal, show the running stage."""
+        self._progress.stage_started(stage)
+
+    def advanced(self, stage: str, done: int, total: int) -> None:
+        """Update the stage's bar, which is created on the first update."""
+        if self._bar is None:
+            self._bar = self._bars.enter_context(self._progress.bar(stage, total))
+        self._bar.update(done)
+
+    def finished(self, stage: str, seconds: float, detail: str) -> None:
+        """Write the stage's line with its duration."""
+        self._bars.close()
+        self._bar = None
+        self._progress.stage_done(stage, seconds, detail)
+
+
+def _make_console(stream: TextIO) -> Console:
+    """A console that writes text as it is. Imported here because rich takes 0.1 s and ``--help`` does without."""
     from rich.console import Console
 
-    console = Console(file=stream, highlight=False)
-    return None if console.is_dumb_terminal else console
+    class VisibleCursor(Console):
+        """Leaves the cursor visible, so that a killed process leaves it visible too."""
+
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    return VisibleCursor(
+        file=stream, force_terminal=stream.isatty(), highlight=False, markup=False, emoji=False, soft_wrap=True
+    )

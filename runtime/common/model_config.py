@@ -1,8 +1,7 @@
-"""What a checkpoint says about its model: Hugging Face's ``config.json`` as one frozen object of ours.
+"""A checkpoint's model configuration: Hugging Face's ``config.json`` parsed into a frozen dataclass.
 
-A setting that would change the result and that we do not follow is refused by name: a model that answers slightly
-wrong is worse than one that does not start. How to run the model is ``config.py``'s matter; the weights' files are
-``checkpoint.py``'s; what is computed from these numbers is in ``workers/models/``.
+A setting that changes the result and is not implemented is refused by name. The engine's configuration is in
+``config.py``, the weight files are in ``checkpoint.py``, the models in ``workers/models/``.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ MAX_LAYERS = 4096
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: angle of pair i at position p is ``p * theta ** (-2i / head_dim)``, then scaled.
+    """Rotary position embedding: the angle of pair i at position p is ``p * theta ** (-2i / head_dim)``, then scaled.
 
     Attributes:
-        kind: "default"; "linear", angles divided by ``factor``; "llama3", only slow angles divided by ``factor``.
-        original_max_position_embeddings: llama3: the context the model was first trained for, in tokens.
-        low_freq_factor, high_freq_factor: llama3: how many turns within that context make an angle slow or fast.
+        kind: "default"; "linear": angles divided by ``factor``; "llama3": only low frequencies divided by ``factor``.
+        original_max_position_embeddings: llama3: the context length of pre-training, in tokens.
+        low_freq_factor, high_freq_factor: llama3: rotations within that context below or above which a frequency is low
+            or high.
     """
 
     theta: float = 10000.0
@@ -44,17 +44,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only model. Sizes are of the whole model, before any cut over ranks.
+    """One decoder-only model. Sizes are those of the whole model, before sharding.
 
     Attributes:
         architecture: the name in ``architectures`` of config.json, a key of ``workers/models/registry.py``.
-        qkv_bias, o_bias, mlp_bias: which linear layers have a bias.
-        qk_norm: whether queries and keys are normalised per head before they are rotated.
-        sliding_window: tokens a windowed layer sees, its own included; None without windowed layers.
-        sliding_layers: for each layer, whether it is windowed.
+        qkv_bias, o_bias, mlp_bias: whether these linear layers have a bias.
+        qk_norm: whether queries and keys are normalized per head before the rotary embedding.
+        sliding_window: window of sliding-attention layers in tokens, the query included; None without such layers.
+        sliding_layers: for each layer, whether it has sliding attention.
         dtype: of weights and activations, one of "bfloat16", "float16", "float32".
-        eos_token_ids: tokens that end a text, from config.json and generation_config.json.
-        quantization: the scheme of the stored weights, None if they are plain.
+        eos_token_ids: end-of-sequence tokens of config.json and generation_config.json.
     """
 
     architecture: str
@@ -78,24 +77,22 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    quantization: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sliding_layers:
             object.__setattr__(self, "sliding_layers", (False,) * self.num_layers)
 
     def layer_window(self, layer: int) -> int | None:
-        """How many tokens a layer's attention sees, its own included; None: all before it."""
+        """A layer's attention window in tokens, the query included; None: full attention."""
         return self.sliding_window if self.sliding_layers[layer] else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as msgpack can carry them; :meth:`from_dict` is the inverse."""
+        """The fields as msgpack types; :meth:`from_dict` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> ModelConfig:
-        """The config that :meth:`to_dict` was taken of. Raises TypeError for a name that is no field."""
+        """The inverse of :meth:`to_dict`. Raises TypeError for an unknown field."""
         values: dict[str, Any] = dict(fields)
         for name in ("sliding_layers", "eos_token_ids"):
             values[name] = tuple(values.get(name, ()))
@@ -106,7 +103,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What an architecture's name says that its config.json does not, and its defaults for absent keys."""
+    """Properties of an architecture that its config.json does not state, and its defaults for absent keys."""
 
     max_position_embeddings: int
     head_dim: int | None = None
@@ -123,18 +120,26 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": _Architecture(32768, head_dim=128, attention_bias="config", qk_norm=True, windows="layers"),
 }
 
+NO_QUANTIZATION = "no scheme is supported yet; use a checkpoint with bfloat16, float16 or float32 weights"
+
 _ONLY: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "the feed-forward layers compute silu(gate) * up"),
     "partial_rotary_factor": (1.0, "whole heads are rotated"),
     "rope_interleaved": (False, "a head is rotated in halves"),
-    "is_causal": (True, "a token sees those before it"),
+    "is_causal": (True, "attention is causal"),
     "add_cross_attention": (False, "there is no encoder"),
     "is_encoder_decoder": (False, "there is no encoder"),
-    "quantization_config": (None, "weights are plain bfloat16, float16 or float32; use such a checkpoint"),
-    "compression_config": (None, "weights are plain bfloat16, float16 or float32; use such a checkpoint"),
-    "auto_map": (None, "code from a checkpoint is never run; remove it if the plain architecture is meant"),
+    "quantization_config": (
+        None,
+        NO_QUANTIZATION,
+    ),
+    "compression_config": (
+        None,
+        NO_QUANTIZATION,
+    ),
+    "auto_map": (None, "a checkpoint's code is never run; remove the key if the architecture is a standard one"),
 }
-"""Settings that change the result, the one value followed here, and why."""
+"""Settings that change the result: key -> (the one supported value, reason)."""
 
 
 def load_model_config(folder: str | Path) -> ModelConfig:
@@ -147,7 +152,7 @@ def load_model_config(folder: str | Path) -> ModelConfig:
     folder = checked_folder(folder)
     path = folder / CONFIG_FILE
     if not path.exists():
-        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is no Hugging Face checkpoint; check the path")
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}, so it is not a Hugging Face checkpoint; check the path")
     settings = _Settings(path, read_json_object(path))
     name, architecture = _architecture(settings)
     for key, (value, why) in _ONLY.items():
@@ -180,12 +185,11 @@ def load_model_config(folder: str | Path) -> ModelConfig:
         tie_word_embeddings=settings.flag("tie_word_embeddings"),
         dtype=_dtype(settings, folder),
         eos_token_ids=_eos_token_ids(settings, folder),
-        bos_token_id=next(iter(settings.token_ids("bos_token_id")), None),
     )
 
 
 class _Settings:
-    """The values of one JSON file, each checked when it is asked for; errors name the file and the key."""
+    """The values of one JSON file, each checked on access; errors name the file and the key."""
 
     def __init__(self, path: Path, values: dict[str, Any], where: str = "") -> None:
         self.path = path
@@ -193,12 +197,12 @@ class _Settings:
         self.values = values
 
     def error(self, key: str, allowed: str) -> CheckpointError:
-        """The error for a key whose value is not one of those ``allowed``."""
+        """The error for a key with an invalid value; ``allowed`` says what is valid."""
         found = repr(self.values[key])[:200] if key in self.values else "missing"
         return CheckpointError(f"{self.path}: {self.where}{key} is {found}; {allowed}")
 
     def size(self, key: str, default: int | None = None, *, most: int = MAX_SIZE) -> int:
-        """A positive whole number; null counts as absent."""
+        """A positive integer; null counts as absent."""
         value = default if self.values.get(key) is None else self.values[key]
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise self.error(key, f"a whole number from 1 to {most} is needed")
@@ -219,7 +223,7 @@ class _Settings:
         return bool(value)
 
     def only(self, key: str, value: Any, why: str) -> None:
-        """Refuse any value of a key but one; absent and null are that one."""
+        """Refuse every value of a key except one; absent and null count as that value."""
         found = self.values.get(key)
         if found is not None and found != value:
             raise self.error(key, f"only {value!r} is supported: {why}")
@@ -255,12 +259,12 @@ def _heads(settings: _Settings, architecture: _Architecture) -> tuple[int, int, 
         default = hidden_size // num_heads
     head_dim = settings.size("head_dim", default)
     if head_dim % 2:
-        raise CheckpointError(f"{settings.path}: head_dim {head_dim} is odd; a head is rotated in two halves")
+        raise CheckpointError(f"{settings.path}: head_dim {head_dim} is odd; rotary embedding needs an even one")
     return num_heads, num_kv_heads, head_dim
 
 
 def _windows(settings: _Settings, architecture: _Architecture, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
-    """The window in tokens and the layers that have it."""
+    """The sliding window in tokens, and for each layer whether it has one."""
     none: tuple[int | None, tuple[bool, ...]] = (None, (False,) * num_layers)
     if architecture.windows == "none":
         return none
@@ -288,7 +292,7 @@ def _windows(settings: _Settings, architecture: _Architecture, num_layers: int) 
 
 
 def _rope(settings: _Settings, max_positions: int) -> RopeConfig:
-    """The rotary settings, from the keys of transformers 5 (rope_parameters) or of those before it."""
+    """The rotary embedding, from transformers 5's ``rope_parameters`` or the older ``rope_scaling``."""
     for key in ("rope_parameters", "rope_scaling"):
         if settings.values.get(key) is not None and not isinstance(settings.values[key], dict):
             raise settings.error(key, "an object is needed")
@@ -311,13 +315,13 @@ def _rope(settings: _Settings, max_positions: int) -> RopeConfig:
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if low >= high:
             raise rope.error("high_freq_factor", f"it must be more than low_freq_factor {low}")
-        # transformers lets the key outside of the object win over the one inside.
+        # As in transformers, the key outside of the object takes precedence.
         outer = settings if settings.values.get("original_max_position_embeddings") is not None else rope
         original = outer.size("original_max_position_embeddings", max_positions)
         config = RopeConfig(theta, kind, rope.number("factor"), low, high, original)
     unknown = sorted(name for name, value in rope.values.items() if name not in known and value is not None)
     if unknown:
-        raise rope.error(unknown[0], f"{kind} scaling knows {', '.join(sorted(known))}")
+        raise rope.error(unknown[0], f"{kind} scaling takes {', '.join(sorted(known))}")
     return config
 
 
@@ -337,7 +341,7 @@ def _dtype(settings: _Settings, folder: Path) -> str:
 
 
 def _eos_token_ids(settings: _Settings, folder: Path) -> tuple[int, ...]:
-    """Tokens that end a text: config.json's first, then those that only generation_config.json names."""
+    """End-of-sequence tokens: config.json's first, then those that only generation_config.json names."""
     token_ids = settings.token_ids("eos_token_id")
     path = folder / GENERATION_CONFIG_FILE
     if path.exists():

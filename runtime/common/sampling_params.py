@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from runtime.common.config import MAX_SEED, Bounds, checked_fields, setting
+from runtime.common.config import MAX_SEED, check_field, checked_fields, setting
 from runtime.common.errors import ConfigError, RequestError
 
 MAX_PARALLEL_SAMPLES = 128
@@ -27,18 +27,17 @@ MAX_GRAMMAR_CHARACTERS = 256 * 1024
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """What the output has to match: exactly one of the fields is set. Names are vLLM's.
+    """Constraint on the output; exactly one field is set. Names are vLLM's.
 
     Attributes:
-        json: a JSON schema, as text or as the object it stands for; kept as text.
+        json: a JSON schema, as text or as the parsed object; kept as text.
         json_object: any JSON object.
         regex: a regular expression that matches the whole output.
         grammar: a context-free grammar in Lark's notation, or in GBNF (recognised by ``::=``).
         choice: one of these texts.
 
     Raises:
-        RequestError: none or several are set, or one is too long. Whether a schema or grammar can be used at all is
-            checked by ``runtime/text/grammar_check.py``.
+        RequestError: none or several are set, or one is too long.
     """
 
     json: str | None = None
@@ -80,52 +79,62 @@ class StructuredOutputs:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Only what is set, as msgpack can carry it."""
+        """The fields that are set, as msgpack types."""
         return {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue one prompt. Field names and meanings are vLLM's.
+    """Sampling parameters of one request. Field names and meanings are vLLM's.
+
+    For example::
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=64, stop=("END",))
+        two = SamplingParams(n=2, temperature=0.8, top_p=0.95, seed=1)
 
     Raises:
-        RequestError: a value out of range or two that contradict each other.
+        RequestError: a value is out of range, or two values contradict each other.
     """
 
-    n: int = setting(
-        1, "number of independent continuations of each prompt", short="-n", bounds=(1, MAX_PARALLEL_SAMPLES)
-    )
-    max_tokens: int = setting(16, "most tokens to generate", bounds=(1, MAX_OUTPUT_TOKENS))
+    n: int = setting(1, "number of output sequences of each prompt", short="-n", bounds=(1, MAX_PARALLEL_SAMPLES))
+    max_tokens: int = setting(16, "maximum number of tokens to generate", bounds=(1, MAX_OUTPUT_TOKENS))
     min_tokens: int = setting(
-        0, "fewest tokens before an end-of-sequence token or a stop string may end it", bounds=(0, MAX_OUTPUT_TOKENS)
+        0,
+        "minimum number of tokens before an end-of-sequence token or a stop string ends the output",
+        bounds=(0, MAX_OUTPUT_TOKENS),
     )
     temperature: float = setting(1.0, "0: greedy; higher: flatter", bounds=(0.0, 100.0))
-    top_p: float = setting(1.0, "sample among the likeliest tokens that sum to this probability", bounds=(1e-9, 1.0))
-    top_k: int = setting(0, "sample among this many likeliest tokens; 0: all", bounds=(0, 2**31 - 1))
-    min_p: float = setting(0.0, "drop tokens less likely than this share of the likeliest", bounds=(0.0, 1.0))
-    presence_penalty: float = setting(
-        0.0, "subtracted from the logit of every token already generated", bounds=(-2.0, 2.0)
+    top_p: float = setting(
+        1.0, "sample from the most likely tokens whose probabilities sum to this", bounds=(1e-9, 1.0)
     )
-    frequency_penalty: float = setting(0.0, "the same, times how often it was generated", bounds=(-2.0, 2.0))
+    top_k: int = setting(0, "sample from this many most likely tokens; 0: all", bounds=(0, 2**31 - 1))
+    min_p: float = setting(0.0, "drop tokens below this share of the highest probability", bounds=(0.0, 1.0))
+    presence_penalty: float = setting(0.0, "subtracted from the logit of every generated token", bounds=(-2.0, 2.0))
+    frequency_penalty: float = setting(
+        0.0, "subtracted from a token's logit for each time it was generated", bounds=(-2.0, 2.0)
+    )
     repetition_penalty: float = setting(
-        1.0, "divides positive and multiplies negative logits of tokens seen", bounds=(0.01, 100.0)
+        1.0, "divides positive and multiplies negative logits of prompt and output tokens", bounds=(0.01, 100.0)
     )
-    stop: tuple[str, ...] = setting((), "end at the first of these strings, which is not part of the text")
-    stop_token_ids: tuple[int, ...] = setting((), "end at any of these tokens")
-    ignore_eos: bool = setting(False, "go on after an end-of-sequence token")
+    stop: tuple[str, ...] = setting((), "stop at the first of these strings; the text ends before it")
+    stop_token_ids: tuple[int, ...] = setting((), "stop at any of these token ids")
+    ignore_eos: bool = setting(False, "continue after an end-of-sequence token")
     seed: int | None = setting(None, "seed of this request", flag=False, bounds=(0, MAX_SEED))
     logprobs: int | None = setting(
-        None, "report log-probabilities: of the chosen token and of this many best ones", bounds=(0, MAX_LOGPROBS)
+        None,
+        "return log-probabilities of the sampled token and of this many most likely ones",
+        bounds=(0, MAX_LOGPROBS),
     )
     prompt_logprobs: int | None = setting(
-        None, "the same for every token of the prompt but the first", flag=False, bounds=(0, MAX_LOGPROBS)
+        None, "return them for every prompt token except the first", flag=False, bounds=(0, MAX_LOGPROBS)
     )
     logit_bias: tuple[tuple[int, float], ...] = setting((), "added to the logits of these token ids", flag=False)
-    structured_outputs: StructuredOutputs | None = setting(None, "what the output has to match", flag=False)
+    structured_outputs: StructuredOutputs | None = setting(None, "constraint on the output", flag=False)
 
     def __post_init__(self) -> None:
         for each in dataclasses.fields(self):
-            _check_bounds(each, getattr(self, each.name))
+            if problem := check_field(each, getattr(self, each.name)):
+                raise RequestError(problem, param=each.name)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if isinstance(self.structured_outputs, Mapping):
             object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
@@ -143,16 +152,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
+        """Whether sampling is greedy."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Whether tokens already seen change the logits."""
+        """Whether a penalty changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Only what differs from the defaults, as msgpack can carry it."""
+        """The fields that differ from their defaults, as msgpack types."""
         fields = {f.name: v for f in dataclasses.fields(self) if (v := getattr(self, f.name)) != f.default}
         if self.structured_outputs is not None:
             fields["structured_outputs"] = self.structured_outputs.to_dict()
@@ -166,17 +175,6 @@ class SamplingParams:
             return cls(**checked_fields(cls, {k: v for k, v in fields.items() if k not in compound}), **compound)
         except ConfigError as error:
             raise RequestError(str(error)) from None
-
-
-def _check_bounds(declared: dataclasses.Field[Any], value: Any) -> None:
-    """Check a field of :class:`SamplingParams` that has ``bounds``. Raises :class:`RequestError`."""
-    bounds: Bounds | None = declared.metadata.get("bounds")
-    if bounds is None or (value is None and declared.default is None):
-        return
-    numbers = int if "int" in str(declared.type) else (int, float)
-    low, high = bounds
-    if isinstance(value, bool) or not isinstance(value, numbers) or not low <= value <= high:
-        raise RequestError(f"{declared.name} is {value!r}; allowed: {low} to {high}", param=declared.name)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

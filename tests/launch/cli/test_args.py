@@ -209,7 +209,6 @@ def test_engine_arguments_are_read_back_as_they_were() -> None:
         "enable_prefix_caching": False,
         "cudagraph_capture_sizes": (1, 2, 8),
         "optimization_level": 1,
-        "quantization": "-x",
     }
     assert settings(*engine_arguments(engine)).engine == engine
     assert settings(*engine_arguments({"max_model_len": None})).engine == {}

@@ -56,7 +56,6 @@ def test_equals_transformers(kind: str) -> None:
     )
     assert ours.dtype == "float32"
     assert ours.eos_token_ids == (2,)
-    assert ours.bos_token_id == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -69,7 +68,7 @@ def test_defaults_of_absent_keys(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (4, 16, 2048)
     assert (config.rms_norm_eps, config.rope, config.tie_word_embeddings) == (1e-6, RopeConfig(10000.0), False)
-    assert (config.eos_token_ids, config.bos_token_id, config.quantization) == ((), None, None)
+    assert config.eos_token_ids == ()
     qwen3 = load(tmp_path, architectures=["Qwen3ForCausalLM"])
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias, qwen3.sliding_window) == (128, True, False, None)
     mistral = load(tmp_path, architectures=["MistralForCausalLM"])

@@ -1,4 +1,4 @@
-"""A model over real ranks gives the tokens that transformers gives, whoever started the ranks."""
+"""``lockstep generate`` and LLM over real ranks: the same tokens as transformers, with every launcher."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from launch.cli.main import main
 from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment
 from launch.llm import LLM
@@ -93,6 +94,17 @@ def test_a_size_that_cannot_be_cut_is_refused_before_any_process_starts(monkeypa
     monkeypatch.setattr("launch.llm.Supervisor", lambda *_: pytest.fail("a worker group was made"))
     with pytest.raises(ConfigError, match=r"1 to 6"):
         local(tiny_checkpoint(), 7)
+
+
+def test_quantization_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((tiny_checkpoint() / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for argv in ([str(tiny_checkpoint()), "--quantization", "fp8"], [str(tmp_path)]):
+        assert main(["generate", *argv, "--prompt", "x"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("lockstep generate: ") and "quantization" in line and "fp8" in line
+        assert "bfloat16, float16 or float32 weights" in line
 
 
 # ---- the demo model, in float32, against transformers

@@ -77,7 +77,6 @@ def _public(name: str, value: Any) -> Any:
     return value
 
 
-for _name in __all__:
-    if _name not in _LAZY:
-        _public(_name, globals()[_name])
-del _name
+for _value in [globals()[_name] for _name in __all__ if _name not in _LAZY]:
+    if isinstance(_value, type):
+        _public(_value.__name__, _value)

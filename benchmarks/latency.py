@@ -47,8 +47,9 @@ def bench_latency(
     schedules, packs, sends, unpacks and takes the result. As long as the ranks have a plan waiting, most of the second
     is not part of the first.
     """
-    # The same prompts come again and again, and each time all of them are to be computed.
-    with LLM(model, **{"enable_prefix_caching": False, **engine}) as llm:
+    # The prompts repeat, and every run has to compute all of them.
+    settings: dict[str, Any] = {"enable_prefix_caching": False, **engine}
+    with LLM(model, **settings) as llm:
         random_state = random.Random(0)
         longest = max(batches)
         prompts = [

@@ -24,8 +24,19 @@ from runtime.common.checkpoint import Checkpoint, TensorInfo
 from runtime.common.errors import CheckpointError
 from workers.models.decoder import DecoderForCausalLM
 
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""Checkpoint types of weights that are not quantized."""
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+}
+"""Types of weights in a safetensors header; a parameter's loader says which of them it accepts."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +115,6 @@ class _Slices:
         return part
 
 
-class _ShapeAccepted(Exception):
-    """Raised in place of reading, to learn whether a loader accepts a tensor's shape."""
-
-
-class _Shape:
-    """A checkpoint tensor of which only name and shape are known."""
-
-    def __init__(self, name: str, info: TensorInfo) -> None:
-        self.name = name
-        self.shape = info.shape
-
-    def read(self, *slices: slice) -> torch.Tensor:
-        """Always raises: a loader reads after it has checked the shape."""
-        raise _ShapeAccepted
-
-
 def _open(checkpoint: Checkpoint, file: str) -> Any:
     try:
         return safe_open(checkpoint.folder / file, framework="pt", device="cpu")
@@ -152,7 +147,7 @@ def _match(model: DecoderForCausalLM, checkpoint: Checkpoint) -> dict[str, Targe
             problems.append(f"unexpected: {name} in {info.file}" + (f" ({fused})" if fused else ""))
             continue
         targets[name] = (loaders[layer], shard_id)
-        problems.extend(_misfits(name, info, *targets[name]))
+        problems.extend(_header_errors(name, info, *targets[name]))
     missing = _expected(model, loaders, checkpoint) - set(targets)
     problems.extend(f"missing: {name}, in none of {', '.join(checkpoint.files)}" for name in missing)
     if problems:
@@ -194,14 +189,13 @@ def _expected(model: DecoderForCausalLM, loaders: dict[str, ParameterLoader], ch
     return expected
 
 
-def _misfits(name: str, info: TensorInfo, loader: ParameterLoader, shard_id: str | int | None) -> Iterator[str]:
+def _header_errors(name: str, info: TensorInfo, loader: ParameterLoader, shard_id: str | int | None) -> Iterator[str]:
     """Errors of a tensor that belongs to a parameter: wrong type, wrong shape."""
-    if info.dtype not in PLAIN_DTYPES:
-        yield f"wrong type: {name} in {info.file} is stored as {info.dtype}; allowed: {', '.join(PLAIN_DTYPES)}"
+    allowed = [stored for stored, dtype in DTYPES.items() if loader.accepts(dtype)]
+    if info.dtype not in allowed:
+        yield f"wrong type: {name} in {info.file} is stored as {info.dtype}; allowed: {', '.join(allowed)}"
     try:
-        loader.load(_Shape(name, info), shard_id)
-    except _ShapeAccepted:
-        return
+        loader.check_shape(name, info.shape, shard_id)
     except ShapeError as error:
         yield f"wrong shape: {name} in {info.file}: {error}"
 

@@ -47,7 +47,7 @@ class _Statement(ctypes.Structure):
 
 
 class _State(ctypes.Structure):
-    """``call`` of shm.c."""
+    """``collective_call`` of shm.c."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),
@@ -174,7 +174,7 @@ class SharedMemoryCollectives(HostCollectives):
 
     def _called_by(self, rank: int) -> Call:
         told = _Statement()
-        self._library.lockstep_statement(self._pointer, rank, ctypes.byref(told))
+        self._library.lockstep_descriptor(self._pointer, rank, ctypes.byref(told))
         what = told.what
         return Call(Operation(what & 0xFF), what >> 8 & 0xFF, what >> 16, told.bytes, told.epoch)
 
@@ -208,7 +208,8 @@ def open_shared_memory(
     name = segment_name(run_id, group)
     library, reason = None, ""
     try:
-        library = load_library(SOURCE, library_dir)
+        structs = {"collective_call": ctypes.sizeof(_State), "descriptor": ctypes.sizeof(_Statement)}
+        library = load_library(SOURCE, library_dir, structs=structs)
     except NativeBuildError as error:
         reason = str(error)
     if rank == 0:
@@ -233,8 +234,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.lockstep_round.argtypes = (pointer, ctypes.c_uint32)
     library.lockstep_round.restype = ctypes.c_uint64
     library.lockstep_has_left.argtypes = (pointer, ctypes.c_uint32)
-    library.lockstep_statement.argtypes = (pointer, ctypes.c_uint32, ctypes.POINTER(_Statement))
-    library.lockstep_statement.restype = None
+    library.lockstep_descriptor.argtypes = (pointer, ctypes.c_uint32, ctypes.POINTER(_Statement))
+    library.lockstep_descriptor.restype = None
     library.lockstep_leave.argtypes = (pointer,)
     library.lockstep_leave.restype = None
     library.lockstep_abort.argtypes = (pointer,)

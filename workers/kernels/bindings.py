@@ -97,5 +97,5 @@ def load_kernels(source: Path, directory: str, structs: Mapping[str, int]) -> ct
     pool = load_library(POOL, directory)
     library = load_library(source, directory, structs=structs)
     pool.lockstep_pool_threads(torch.get_num_threads())
-    library.lockstep_share_pool(ctypes.cast(pool.lockstep_parallel, ctypes.c_void_p))
+    library.lockstep_share_pool(ctypes.cast(pool.lockstep_parallel_for, ctypes.c_void_p))
     return library

@@ -67,7 +67,7 @@ def sample_tokens(
         raise ValueError(f"there are {rows} rows to sample from, but settings for {len(settings)}")
     choices = b"".join(_PARAMS.pack(*numbers, *key) for *numbers, key in settings)
     token_ids = torch.empty(rows, dtype=torch.int64, device="cpu")
-    _check(library.lockstep_draw(_describe(logits, token_ids), choices), rows)
+    _check(library.lockstep_sample(_describe(logits, token_ids), choices), rows)
     return token_ids
 
 

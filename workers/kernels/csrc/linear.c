@@ -1,13 +1,13 @@
-/* out = x w^T + bias for a linear layer on a CPU: any number of tokens, weights as they lie in the checkpoint.
+/* out = x w^T + bias for a linear layer on a CPU: any number of tokens, weights in the layout of the checkpoint.
  *
- * Every output element is one row of w times one token, and is summed in the same order whatever else is computed with
- * it: LANES sums, each over the halves of the steps in the order of the row, then sum_lanes. How many rows and tokens
- * share a tile, how the work is cut into parts and which thread does them changes nothing, so the bits of a token's
- * result do not depend on the other tokens or on the number of threads.
+ * Batch invariance: an output element is the product of one row of w and one token, summed in the same order whatever is
+ * computed beside it: LANES sums, each over the parts of the steps in the order of the row, then sum_lanes4. The tile
+ * shape, the partition into tasks and the thread change nothing, so the bits of a token's result depend neither on the
+ * other tokens nor on the number of threads.
  *
- * With few tokens all time goes into reading w, so it is read once, in a few long streams, and widened in registers.
- * With more, a panel of its rows is taken through all tokens while it is in the first cache; with many, it is widened
- * first. x is always widened before, into what tiles.h calls a vector.
+ * With up to TILE_TOKENS tokens the time is that of reading w, so w is read once, in a few long streams, and converted in
+ * registers. With up to MAX_FEW_TOKENS, a panel of rows is multiplied with all tokens while it is in the L1 cache; with
+ * more, the panel is converted to fp32 first. x is always converted first, to what tiles.h calls a vector.
  */
 #include "pool.h"
 #include "shared_struct.h"
@@ -15,16 +15,16 @@
 
 #include <stdlib.h>
 
-#define MOST_FEW 32         /* tokens that are few */
-#define BYTES_OF_PART 98304 /* of w, with one tile of tokens */
-#define BYTES_OF_TILE 32768 /* of w and x, with several: so that they stay in the first cache */
-#define TOKENS_AT_ONCE 96   /* with many: a longer batch goes in runs of this size, each of which reads w again */
-#define ROWS_OF_PANEL 24
-#define WIDTH_OF_PANEL 640 /* numbers of a row: few enough for the caches, and a row of 576 is not two runs */
-#define STEPS_OF_PANEL (WIDTH_OF_PANEL / STEP)
-#define WIDEN_ALONE 65536 /* numbers of x that are not worth dividing */
+#define MAX_FEW_TOKENS 32     /* tokens; with more, panels are converted first */
+#define BYTES_PER_TASK 98304  /* of w, with one tile of tokens */
+#define BYTES_PER_TILE 32768  /* of w and x, with several tiles: fits the L1 cache */
+#define MAX_TOKENS_PER_RUN 96 /* a longer batch is split into runs of this size, each of which reads w again */
+#define PANEL_HEIGHT 24
+#define PANEL_WIDTH 640 /* columns: fits the caches, and a row of 576 is one pass */
+#define PANEL_STEPS (PANEL_WIDTH / STEP)
+#define SERIAL_BELOW 65536 /* elements of x; with fewer, one thread is faster */
 
-/* Keep in step with cpu_linear.py. */
+/* Packed by cpu_linear.py. */
 typedef struct {
     const char *x, *w, *bias; /* [tokens, width], [rows, width], [rows] or NULL, dense and of `dtype` */
     char *out;                /* [tokens, rows], of `out_dtype` */
@@ -38,131 +38,129 @@ typedef struct {
     const linear_args *p;
     const char *x; /* first token of this run */
     char *out;
-    float *wide; /* [tokens, steps * STEP], the tokens as vectors */
-    long tokens, steps, rows_of_part, steps_at_once;
-} run;
+    float *x_f32; /* [tokens, steps * STEP], the tokens as vectors */
+    long tokens, steps, rows_per_task, steps_per_pass;
+} batch_run;
 
-static inline long least(long a, long b) { return a < b ? a : b; }
-
-/* A tile's sums, now whole, to where they belong; of the first `rows` rows, which are `apart` rows from each other. */
-static void finish_tile(const run *all, long row, int rows, long apart, long token, int tokens, const floats *sums) {
-    const linear_args *p = all->p;
+/* Reduces the sums of a tile, adds the bias and stores the tile; its rows are `row_stride` rows apart. */
+static void store_tile(const batch_run *run, long row, int rows, long row_stride, long token, int tokens,
+                       const vec_f32 *sums) {
+    const linear_args *p = run->p;
     const int out_dtype = (int)p->out_dtype;
-    const long number = bytes_of(out_dtype);
-    float bias[MOST_ROWS] = {0};
+    const long number = dtype_size(out_dtype);
+    float bias[MAX_ROWS] = {0};
     if (p->bias)
-        for (int r = 0; r < rows; r++) bias[r] = load_number((int)p->dtype, p->bias, row + r * apart);
-    if (rows == 4 && apart == 1) { /* Next to each other in the result: four at a time. */
+        for (int r = 0; r < rows; r++) bias[r] = load_scalar((int)p->dtype, p->bias, row + r * row_stride);
+    if (rows == 4 && row_stride == 1) { /* Adjacent in the result: four at a time. */
         for (int t = 0; t < tokens; t++) {
             float summed[4];
-            sum_lanes_apart(sums + t, tokens, summed);
+            sum_lanes4_strided(sums + t, tokens, summed);
             if (p->bias)
                 for (int r = 0; r < 4; r++) summed[r] += bias[r];
-            store_four(out_dtype, summed, all->out + ((token + t) * p->rows + row) * number);
+            store4(out_dtype, summed, run->out + ((token + t) * p->rows + row) * number);
         }
         return;
     }
-    float summed[MOST_SUMS];
-    for (int i = 0; i < rows * tokens; i += 4) sum_lanes(sums + i, summed + i);
+    float summed[MAX_SUMS];
+    for (int i = 0; i < rows * tokens; i += 4) sum_lanes4(sums + i, summed + i);
     for (int r = 0; r < rows; r++) {
         for (int t = 0; t < tokens; t++) {
             const float sum = summed[r * tokens + t];
-            store_number(out_dtype, all->out, (token + t) * p->rows + row + r * apart, p->bias ? sum + bias[r] : sum);
+            store_scalar(out_dtype, run->out, (token + t) * p->rows + row + r * row_stride,
+                         p->bias ? sum + bias[r] : sum);
         }
     }
 }
 
-/* ---- few tokens: one pass over w, as it is */
+/* ---- few tokens: one pass over w, converted in registers */
 
 typedef void few_function(int fresh, const char *w, long w_bytes, const float *x, long x_stride, long steps,
-                          floats *sums);
+                          vec_f32 *sums);
 
-#define FEW(dtype, rows, tokens)                                                                                     \
-    static void few_##dtype##_##rows##_##tokens(int fresh, const char *w, long w_bytes, const float *x,               \
-                                                long x_stride, long steps, floats *sums) {                           \
-        add_tile(dtype, rows, tokens, 1, fresh, w, w_bytes, x, x_stride, steps, sums);                               \
+#define FEW(dtype, rows, tokens)                                                                                       \
+    static void few_##dtype##_##rows##_##tokens(int fresh, const char *w, long w_bytes, const float *x, long x_stride, \
+                                                long steps, vec_f32 *sums) {                                           \
+        add_tile(dtype, rows, tokens, 1, fresh, w, w_bytes, x, x_stride, steps, sums);                                 \
     }
 #define FEW_OF(rows, tokens) FEW(0, rows, tokens) FEW(1, rows, tokens) FEW(2, rows, tokens)
 
-/* As many sums as there are registers for; with one token, as many as keep up with the memory. */
+/* As many sums as fit the registers; with one token, as many as saturate the memory. */
 #if LANES == 16 || defined(__aarch64__)
 #define EACH_FEW(macro) macro(4, 1) macro(8, 2) macro(6, 3) macro(4, 4)
 #else
 #define EACH_FEW(macro) macro(4, 1) macro(4, 2) macro(3, 3) macro(2, 4)
 #endif
-#define TOKENS_OF_TILE 4
+#define TILE_TOKENS 4
 #define EACH_ROW(macro) macro(1, 1) macro(1, 2) macro(1, 3) macro(1, 4)
 EACH_FEW(FEW_OF)
 EACH_ROW(FEW_OF)
 
 #define ROWS_OF(rows, tokens) [tokens] = rows,
-static const int few_rows[TOKENS_OF_TILE + 1] = {EACH_FEW(ROWS_OF)};
-#define NAMES_OF(rows, tokens)                                                                                       \
-    [0][tokens] = few_0_##rows##_##tokens, [1][tokens] = few_1_##rows##_##tokens,                                    \
-    [2][tokens] = few_2_##rows##_##tokens,
-static few_function *const few_tiles[3][TOKENS_OF_TILE + 1] = {EACH_FEW(NAMES_OF)};
-static few_function *const row_tiles[3][TOKENS_OF_TILE + 1] = {EACH_ROW(NAMES_OF)};
+static const int few_rows[TILE_TOKENS + 1] = {EACH_FEW(ROWS_OF)};
+#define NAMES_OF(rows, tokens)                                                                                         \
+    [0][tokens] = few_0_##rows##_##tokens, [1][tokens] = few_1_##rows##_##tokens, [2][tokens] = few_2_##rows##_##tokens,
+static few_function *const few_tiles[3][TILE_TOKENS + 1] = {EACH_FEW(NAMES_OF)};
+static few_function *const row_tiles[3][TILE_TOKENS + 1] = {EACH_ROW(NAMES_OF)};
 
-/* Steps `begin` to `end` of a tile; in the last of them, numbers that are not there count as zeros. */
-static void add_steps(const run *all, few_function *tile, long row, int rows, long apart, long token, long begin,
-                      long end, floats *sums) {
-    const linear_args *p = all->p;
-    const long number = bytes_of((int)p->dtype), whole = p->width / STEP, x_stride = all->steps * STEP;
-    const long w_bytes = apart * p->width * number;
+/* Accumulates steps `begin` to `end` of a tile; the last step of a row is padded with zeros. */
+static void add_steps(const batch_run *run, few_function *tile, long row, int rows, long row_stride, long token,
+                      long begin, long end, vec_f32 *sums) {
+    const linear_args *p = run->p;
+    const long number = dtype_size((int)p->dtype), whole = p->width / STEP, x_stride = run->steps * STEP;
+    const long w_bytes = row_stride * p->width * number;
     const char *w = p->w + row * p->width * number;
-    const float *x = all->wide + token * x_stride;
-    tile(!begin, w + begin * STEP * number, w_bytes, x + begin * STEP, x_stride, least(end, whole) - begin,
-         sums);
+    const float *x = run->x_f32 + token * x_stride;
+    tile(!begin, w + begin * STEP * number, w_bytes, x + begin * STEP, x_stride, min_long(end, whole) - begin, sums);
     if (end > whole) {
-        char rest[MOST_ROWS][STEP * sizeof(float)] = {{0}};
+        char padded[MAX_ROWS][STEP * sizeof(float)] = {{0}};
         for (int r = 0; r < rows; r++)
-            memcpy(rest[r], w + r * w_bytes + whole * STEP * number, (size_t)((p->width - whole * STEP) * number));
-        tile(0, rest[0], sizeof rest[0], x + whole * STEP, x_stride, 1, sums);
+            memcpy(padded[r], w + r * w_bytes + whole * STEP * number, (size_t)((p->width - whole * STEP) * number));
+        tile(0, padded[0], sizeof padded[0], x + whole * STEP, x_stride, 1, sums);
     }
 }
 
-/* One part with one tile of tokens: it waits for memory. The rows of a tile are as far apart as they can be, so that
- * each reads on where it was in the tile before: CPUs fetch a few long streams ahead by themselves, and faster than
- * they can be told to, but not many short ones. */
-static void multiply_streams(const run *all, long first, long last) {
-    const int dtype = (int)all->p->dtype, tokens = (int)all->tokens, rows = few_rows[tokens];
-    const long apart = (last - first) / rows;
-    floats sums[MOST_SUMS];
-    for (long row = first; row < first + apart; row++) {
-        add_steps(all, few_tiles[dtype][tokens], row, rows, apart, 0, 0, all->steps, sums);
-        finish_tile(all, row, rows, apart, 0, tokens, sums);
+/* One task with one tile of tokens, bound by memory bandwidth. The rows of a tile are as far apart as possible, so that
+ * each continues where it ended in the tile before: hardware prefetchers follow a few long streams, faster than software
+ * prefetch, but not many short ones. */
+static void multiply_streams(const batch_run *run, long first, long last) {
+    const int dtype = (int)run->p->dtype, tokens = (int)run->tokens, rows = few_rows[tokens];
+    const long row_stride = (last - first) / rows;
+    vec_f32 sums[MAX_SUMS];
+    for (long row = first; row < first + row_stride; row++) {
+        add_steps(run, few_tiles[dtype][tokens], row, rows, row_stride, 0, 0, run->steps, sums);
+        store_tile(run, row, rows, row_stride, 0, tokens, sums);
     }
-    for (long row = first + rows * apart; row < last; row++) {
-        add_steps(all, row_tiles[dtype][tokens], row, 1, 1, 0, 0, all->steps, sums);
-        finish_tile(all, row, 1, 1, 0, tokens, sums);
+    for (long row = first + rows * row_stride; row < last; row++) {
+        add_steps(run, row_tiles[dtype][tokens], row, 1, 1, 0, 0, run->steps, sums);
+        store_tile(run, row, 1, 1, 0, tokens, sums);
     }
 }
 
-/* One part: panels of rows, each taken through all tokens while it is in the first cache. */
-static void multiply_few(void *work, long part) {
-    const run *all = work;
-    const int dtype = (int)all->p->dtype;
-    const long tiles = (all->tokens + TOKENS_OF_TILE - 1) / TOKENS_OF_TILE;
-    const long first = part * all->rows_of_part, last = least(first + all->rows_of_part, all->p->rows);
-    if (all->tokens <= TOKENS_OF_TILE) {
-        multiply_streams(all, first, last);
+/* One task: panels of rows, each multiplied with all tokens while it is in the L1 cache. */
+static void multiply_few(void *work, long task) {
+    const batch_run *run = work;
+    const int dtype = (int)run->p->dtype;
+    const long tiles = (run->tokens + TILE_TOKENS - 1) / TILE_TOKENS;
+    const long first = task * run->rows_per_task, last = min_long(first + run->rows_per_task, run->p->rows);
+    if (run->tokens <= TILE_TOKENS) {
+        multiply_streams(run, first, last);
         return;
     }
-    floats kept[ROWS_OF_PANEL * MOST_FEW + 3]; /* of all tiles of a panel, if it takes several runs of steps */
+    vec_f32 partial_sums[PANEL_HEIGHT * MAX_FEW_TOKENS + 3]; /* of all tiles of a panel that takes several passes */
     for (long panel = first, bottom; panel < last; panel = bottom) {
-        bottom = least(panel + ROWS_OF_PANEL, last);
-        for (long begin = 0, end; begin < all->steps; begin = end) {
-            floats *sums = kept;
-            end = least(begin + all->steps_at_once, all->steps);
+        bottom = min_long(panel + PANEL_HEIGHT, last);
+        for (long begin = 0, end; begin < run->steps; begin = end) {
+            vec_f32 *sums = partial_sums;
+            end = min_long(begin + run->steps_per_pass, run->steps);
             for (long tile = 0; tile < tiles; tile++) {
-                const long token = all->tokens * tile / tiles;
-                const int tokens = (int)(all->tokens * (tile + 1) / tiles - token);
+                const long token = run->tokens * tile / tiles;
+                const int tokens = (int)(run->tokens * (tile + 1) / tiles - token);
                 for (long row = panel; row < bottom;) {
-                    const int tall = bottom - row >= few_rows[tokens], rows = tall ? few_rows[tokens] : 1;
-                    few_function *function = (tall ? few_tiles : row_tiles)[dtype][tokens];
-                    add_steps(all, function, row, rows, 1, token, begin, end, sums);
-                    if (end == all->steps) finish_tile(all, row, rows, 1, token, tokens, sums);
-                    if (all->steps_at_once < all->steps) sums += rows * tokens;
+                    const int full_tile = bottom - row >= few_rows[tokens], rows = full_tile ? few_rows[tokens] : 1;
+                    few_function *function = (full_tile ? few_tiles : row_tiles)[dtype][tokens];
+                    add_steps(run, function, row, rows, 1, token, begin, end, sums);
+                    if (end == run->steps) store_tile(run, row, rows, 1, token, tokens, sums);
+                    if (run->steps_per_pass < run->steps) sums += rows * tokens;
                     row += rows;
                 }
             }
@@ -172,10 +170,10 @@ static void multiply_few(void *work, long part) {
 
 /* ---- many tokens: panel by panel */
 
-typedef void panel_function(int fresh, const float *w, const float *x, long x_stride, long steps, floats *sums);
+typedef void panel_function(int fresh, const float *w, const float *x, long x_stride, long steps, vec_f32 *sums);
 
 #define PANEL_ROWS 4
-#define PANEL_STRIDE (STEPS_OF_PANEL * STEP + 16) /* or the rows would compete for the same places of the cache */
+#define PANEL_STRIDE (PANEL_STEPS * STEP + 16) /* padded: rows at a power of two would share cache sets */
 #if LANES == 16 || defined(__aarch64__)
 #define PANEL_TOKENS 6
 #define EACH_PANEL(macro) macro(4, 1) macro(4, 2) macro(4, 3) macro(4, 4) macro(4, 5) macro(4, 6)
@@ -184,94 +182,95 @@ typedef void panel_function(int fresh, const float *w, const float *x, long x_st
 #define EACH_PANEL(macro) macro(4, 1) macro(4, 2) macro(4, 3)
 #endif
 
-#define PANEL(rows, tokens)                                                                                          \
-    static void panel_##tokens(int fresh, const float *w, const float *x, long x_stride, long steps, floats *sums) { \
-        add_tile(FLOAT32, rows, tokens, 0, fresh, (const char *)w, PANEL_STRIDE * sizeof(float), x, x_stride, steps, \
-                 sums);                                                                                              \
+#define PANEL(rows, tokens)                                                                                            \
+    static void panel_##tokens(int fresh, const float *w, const float *x, long x_stride, long steps, vec_f32 *sums) {  \
+        add_tile(FLOAT32, rows, tokens, 0, fresh, (const char *)w, PANEL_STRIDE * sizeof(float), x, x_stride, steps,   \
+                 sums);                                                                                                \
     }
 EACH_PANEL(PANEL)
 #define PANEL_NAME(rows, tokens) [tokens] = panel_##tokens,
 static panel_function *const panel_tiles[PANEL_TOKENS + 1] = {EACH_PANEL(PANEL_NAME)};
 
-/* Columns `begin` to `end` (in steps) of a panel; zeros where the matrix ends. */
-static void widen_panel(const linear_args *p, long first, long rows, long begin, long end, float *panel) {
-    const long bytes = bytes_of((int)p->dtype), width = least(end * STEP, p->width) - begin * STEP;
-    for (long row = 0; row < ROWS_OF_PANEL; row++) {
+/* Converts columns `begin` to `end` (in steps) of a panel; zeros beyond the matrix. */
+static void convert_panel(const linear_args *p, long first, long rows, long begin, long end, float *panel) {
+    const long bytes = dtype_size((int)p->dtype), width = min_long(end * STEP, p->width) - begin * STEP;
+    for (long row = 0; row < PANEL_HEIGHT; row++) {
         float *to = panel + row * PANEL_STRIDE;
         if (row < rows) {
-            widen_vector((int)p->dtype, width, 1.0f, p->w + ((first + row) * p->width + begin * STEP) * bytes, to);
+            convert_vector((int)p->dtype, width, 1.0f, p->w + ((first + row) * p->width + begin * STEP) * bytes, to);
         } else {
             memset(to, 0, (size_t)((end - begin) * STEP) * sizeof *to);
         }
     }
 }
 
-static void multiply_panel(void *work, long part) {
-    const run *all = work;
-    const linear_args *p = all->p;
-    const long first = part * ROWS_OF_PANEL, rows = least(ROWS_OF_PANEL, p->rows - first), x_stride = all->steps * STEP;
-    float panel[ROWS_OF_PANEL * PANEL_STRIDE] __attribute__((aligned(64)));
-    floats kept[ROWS_OF_PANEL * TOKENS_AT_ONCE];
-    for (long begin = 0, end; begin < all->steps; begin = end) {
-        end = least(begin + all->steps_at_once, all->steps);
-        widen_panel(p, first, rows, begin, end, panel);
-        floats *sums = kept;
+static void multiply_panel(void *work, long task) {
+    const batch_run *run = work;
+    const linear_args *p = run->p;
+    const long first = task * PANEL_HEIGHT, rows = min_long(PANEL_HEIGHT, p->rows - first),
+               x_stride = run->steps * STEP;
+    float panel[PANEL_HEIGHT * PANEL_STRIDE] __attribute__((aligned(64)));
+    vec_f32 partial_sums[PANEL_HEIGHT * MAX_TOKENS_PER_RUN];
+    for (long begin = 0, end; begin < run->steps; begin = end) {
+        end = min_long(begin + run->steps_per_pass, run->steps);
+        convert_panel(p, first, rows, begin, end, panel);
+        vec_f32 *sums = partial_sums;
         for (long row = 0; row < rows; row += PANEL_ROWS) {
-            for (long token = 0, tokens; token < all->tokens; token += tokens, sums += PANEL_ROWS * tokens) {
-                tokens = least(PANEL_TOKENS, all->tokens - token);
-                panel_tiles[tokens](!begin, panel + row * PANEL_STRIDE, all->wide + token * x_stride + begin * STEP,
+            for (long token = 0, tokens; token < run->tokens; token += tokens, sums += PANEL_ROWS * tokens) {
+                tokens = min_long(PANEL_TOKENS, run->tokens - token);
+                panel_tiles[tokens](!begin, panel + row * PANEL_STRIDE, run->x_f32 + token * x_stride + begin * STEP,
                                     x_stride, end - begin, sums);
-                if (end == all->steps)
-                    finish_tile(all, first + row, (int)least(PANEL_ROWS, rows - row), 1, token, (int)tokens, sums);
+                if (end == run->steps)
+                    store_tile(run, first + row, (int)min_long(PANEL_ROWS, rows - row), 1, token, (int)tokens, sums);
             }
         }
     }
 }
 
-static void widen_part(void *work, long token) {
-    const run *all = work;
-    const linear_args *p = all->p;
-    const char *from = all->x + token * p->width * bytes_of((int)p->dtype);
-    widen_vector((int)p->dtype, p->width, 1.0f, from, all->wide + token * all->steps * STEP);
+static void convert_token(void *work, long token) {
+    const batch_run *run = work;
+    const linear_args *p = run->p;
+    const char *from = run->x + token * p->width * dtype_size((int)p->dtype);
+    convert_vector((int)p->dtype, p->width, 1.0f, from, run->x_f32 + token * run->steps * STEP);
 }
 
 static long round_up(long value, long multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-/* How the rows are cut into parts, and those into panels and runs of steps. */
-static void plan_parts(run *all) {
-    const linear_args *p = all->p;
-    const int bytes = bytes_of((int)p->dtype);
-    all->rows_of_part = ROWS_OF_PANEL;
-    all->steps_at_once = all->steps;
-    if (p->tokens > MOST_FEW) {
-        const long runs = (all->steps + STEPS_OF_PANEL - 1) / STEPS_OF_PANEL;
-        all->steps_at_once = (all->steps + runs - 1) / runs;
-    } else if (p->tokens <= TOKENS_OF_TILE) {
-        all->rows_of_part = round_up(BYTES_OF_PART / (p->width * bytes) + 1, ROWS_OF_PANEL);
+/* Chooses the rows of a task and the steps of a pass. */
+static void plan_tasks(batch_run *run) {
+    const linear_args *p = run->p;
+    const int bytes = dtype_size((int)p->dtype);
+    run->rows_per_task = PANEL_HEIGHT;
+    run->steps_per_pass = run->steps;
+    if (p->tokens > MAX_FEW_TOKENS) {
+        const long runs = (run->steps + PANEL_STEPS - 1) / PANEL_STEPS;
+        run->steps_per_pass = (run->steps + runs - 1) / runs;
+    } else if (p->tokens <= TILE_TOKENS) {
+        run->rows_per_task = round_up(BYTES_PER_TASK / (p->width * bytes) + 1, PANEL_HEIGHT);
     } else {
-        all->steps_at_once = BYTES_OF_TILE / (STEP * (TOKENS_OF_TILE * (long)sizeof(float) + 2 * bytes));
+        run->steps_per_pass = BYTES_PER_TILE / (STEP * (TILE_TOKENS * (long)sizeof(float) + 2 * bytes));
     }
 }
 
-/* 0, or 1 if there is no memory. */
+/* Returns 0, or 1 if out of memory. */
 int lockstep_linear(const linear_args *p) {
-    const long bytes = bytes_of((int)p->dtype), out_bytes = bytes_of((int)p->out_dtype);
-    run all = {.p = p, .steps = steps_of(p->width)};
-    float own[16384] __attribute__((aligned(64)));
-    const long needed = round_up(least(p->tokens, TOKENS_AT_ONCE) * all.steps * STEP, 16);
-    const int fits = needed <= (long)(sizeof own / sizeof *own);
-    float *lent = fits ? NULL : aligned_alloc(64, (size_t)needed * sizeof *lent);
-    if (!fits && !lent) return 1;
-    all.wide = fits ? own : lent;
-    plan_parts(&all);
-    const long parts = (p->rows + all.rows_of_part - 1) / all.rows_of_part;
-    for (long token = 0; token < p->tokens; token += TOKENS_AT_ONCE) {
-        all.tokens = least(p->tokens - token, TOKENS_AT_ONCE);
-        all.x = p->x + token * p->width * bytes;
-        all.out = p->out + token * p->rows * out_bytes;
-        (all.tokens * p->width < WIDEN_ALONE ? run_alone : parallel)(widen_part, &all, all.tokens);
-        parallel(p->tokens <= MOST_FEW ? multiply_few : multiply_panel, &all, parts);
+    const long bytes = dtype_size((int)p->dtype), out_bytes = dtype_size((int)p->out_dtype);
+    batch_run run = {.p = p, .steps = steps_of(p->width)};
+    float stack_buffer[16384] __attribute__((aligned(64)));
+    const long needed = round_up(min_long(p->tokens, MAX_TOKENS_PER_RUN) * run.steps * STEP, 16);
+    const int fits = needed <= (long)(sizeof stack_buffer / sizeof *stack_buffer);
+    float *heap_buffer = fits ? NULL : aligned_alloc(64, (size_t)needed * sizeof *heap_buffer);
+    if (!fits && !heap_buffer) return 1;
+    run.x_f32 = fits ? stack_buffer : heap_buffer;
+    plan_tasks(&run);
+    const long tasks = (p->rows + run.rows_per_task - 1) / run.rows_per_task;
+    for (long token = 0; token < p->tokens; token += MAX_TOKENS_PER_RUN) {
+        run.tokens = min_long(p->tokens - token, MAX_TOKENS_PER_RUN);
+        run.x = p->x + token * p->width * bytes;
+        run.out = p->out + token * p->rows * out_bytes;
+        (run.tokens * p->width < SERIAL_BELOW ? run_serial : parallel_for)(convert_token, &run, run.tokens);
+        parallel_for(p->tokens <= MAX_FEW_TOKENS ? multiply_few : multiply_panel, &run, tasks);
     }
-    free(lent);
+    free(heap_buffer);
     return 0;
 }

@@ -1,18 +1,19 @@
-/* How a kernel gives parts of its work to other threads. The pool itself is pool.c, a library of its own, so that all
- * kernels of a process share its threads; a kernel's library is told where it is. */
+/* The parallel loop of a kernel. The pool itself is pool.c, a library of its own, so that all kernels of a process share
+ * its threads; bindings.py passes its address to the kernel's library.
+ */
 #ifndef LOCKSTEP_POOL_H
 #define LOCKSTEP_POOL_H
 
-typedef void part_function(void *work, long part);
-typedef void parallel_function(part_function *function, void *work, long parts);
+typedef void task_function(void *work, long task);
+typedef void parallel_for_function(task_function *function, void *work, long tasks);
 
-static void run_alone(part_function *function, void *work, long parts) {
-    for (long part = 0; part < parts; part++) function(work, part);
+static void run_serial(task_function *function, void *work, long tasks) {
+    for (long task = 0; task < tasks; task++) function(work, task);
 }
 
-static parallel_function *parallel = run_alone;
+static parallel_for_function *parallel_for = run_serial;
 
-/* Called once, when the library is loaded. */
-void lockstep_share_pool(parallel_function *pool) { parallel = pool ? pool : run_alone; }
+/* Called once after the library is loaded. */
+void lockstep_share_pool(parallel_for_function *pool) { parallel_for = pool ? pool : run_serial; }
 
 #endif

@@ -17,6 +17,7 @@ from runtime.common.checkpoint import inspect_checkpoint
 from runtime.common.model_config import load_model_config
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
+from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
 from workers.quantization.registry import get_quant_config
 from workers.weights import load_weights
@@ -25,30 +26,22 @@ Step = list[tuple[int, list[int]]]
 """What one step computes: (request, its next tokens)."""
 
 
-class ModelHarness:
+class ModelStepper:
     """One rank's model over a poisoned KV cache whose blocks are given out in no order.
 
     Args:
-        folder: of the checkpoint.
+        model: with its weights.
         group: the ranks.
-        dtype: default: the checkpoint's.
         block_size: tokens in a block.
         num_blocks: of the cache.
     """
 
     def __init__(
-        self, folder: Path, group: TensorParallelGroup, dtype: str = "", *, block_size: int = 4, num_blocks: int = 64
+        self, model: DecoderForCausalLM, group: TensorParallelGroup, *, block_size: int = 4, num_blocks: int = 64
     ) -> None:
-        config = load_model_config(folder)
+        self.model = model
         self.group = group
-        self.vocab = split_vocab(config.vocab_size, group.size)
-        self.model = build_model(
-            config,
-            group=group,
-            dtype=getattr(torch, dtype or config.dtype),
-            quant_config=get_quant_config(None, group.device),
-        )
-        self.report = load_weights(self.model, inspect_checkpoint(folder), device=group.device)
+        self.vocab = split_vocab(model.config.vocab_size, group.size)
         self.block_size = block_size
         self.kv_caches = allocate_kv_cache(KVCacheSpec.from_model(self.model, block_size), num_blocks, group.device)
         for cache in self.kv_caches.values():
@@ -99,6 +92,31 @@ class ModelHarness:
             query_start_loc=torch.tensor(starts, dtype=torch.int32),
         )
         return torch.tensor(ids + [0] * padding), torch.tensor(positions + [0] * padding), metadata
+
+
+class ModelHarness(ModelStepper):
+    """The model of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        group: the ranks.
+        dtype: default: the checkpoint's.
+        block_size: tokens in a block.
+        num_blocks: of the cache.
+    """
+
+    def __init__(
+        self, folder: Path, group: TensorParallelGroup, dtype: str = "", *, block_size: int = 4, num_blocks: int = 64
+    ) -> None:
+        config = load_model_config(folder)
+        model = build_model(
+            config,
+            group=group,
+            dtype=getattr(torch, dtype or config.dtype),
+            quant_config=get_quant_config(None, group.device),
+        )
+        self.report = load_weights(model, inspect_checkpoint(folder), device=group.device)
+        super().__init__(model, group, block_size=block_size, num_blocks=num_blocks)
 
 
 def schedules(sequences: list[list[int]]) -> dict[str, list[Step]]:

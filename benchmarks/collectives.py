@@ -1,8 +1,8 @@
-"""Collectives on CPU: microseconds of an all-reduce through shared memory, beside gloo in the same run.
+"""Benchmark of collectives on CPU: microseconds of an all-reduce through shared memory and through gloo.
 
-"gloo" is torch's own all-reduce, what one would use otherwise; "gloo-ordered" our fallback, which has the bits of
-shared memory. The three take turns, size by size and round by round, so that a busy neighbour hits all of them;
-``microseconds`` is the median of what rank 0 saw for one call, over all rounds.
+"gloo" is torch's own all-reduce; "gloo-ordered" is the fallback of this project, which has the bits of shared memory.
+The three alternate, size by size and round by round, so that load on the machine affects all of them; ``microseconds``
+is the median over all calls of all rounds, measured on rank 0.
 
     python -m benchmarks.collectives            # JSON lines
     lockstep bench collectives --json           # the same
@@ -38,13 +38,13 @@ TIMEOUT = 60.0
 def bench_collectives(
     tp_size: int = 2, sizes: Sequence[int] = SIZES, repeats: int = 100, library_dir: str = ""
 ) -> list[dict[str, Any]]:
-    """Measure an all-reduce of bf16 between ``tp_size`` processes that this function starts and ends.
+    """Measure a bf16 all-reduce between ``tp_size`` processes, which this function starts and ends.
 
     Args:
         tp_size: the number of ranks, 2 or more.
         sizes: of the messages, in bytes.
         repeats: calls per round and size.
-        library_dir: where the compiled C library is kept; default: a folder that is removed at the end.
+        library_dir: where compiled C libraries are cached; default: a temporary folder.
 
     Returns:
         A row ``{"op", "bytes", "ranks", "backend", "microseconds"}`` per size and backend; those of "shm" also have
@@ -52,7 +52,7 @@ def bench_collectives(
 
     Raises:
         ValueError: fewer than two ranks.
-        RuntimeError: a rank failed; the message is what it wrote.
+        RuntimeError: a rank failed; the message is its standard error.
     """
     if tp_size < 2:
         raise ValueError(f"a collective needs two ranks; tp_size is {tp_size}")
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _run_rank(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """One rank's part; rank 0's rows count."""
+    """Measure on one rank; only the rows of rank 0 are used."""
     rank, size = job["rank"], job["size"]
     shared = open_shared_memory(
         "bench", rank, size, run_id=job["run_id"], library_dir=job["library_dir"], timeout=TIMEOUT
@@ -132,7 +132,7 @@ def _run_rank(job: dict[str, Any]) -> list[dict[str, Any]]:
 def _seconds(
     all_reduce: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, repeats: int, barrier: Callable[[], None]
 ) -> list[float]:
-    """Seconds of each of ``repeats`` calls, which all ranks begin together."""
+    """Seconds of each of ``repeats`` calls after a barrier."""
     all_reduce(x)
     barrier()
     times = [time.perf_counter()]

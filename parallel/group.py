@@ -1,8 +1,8 @@
-"""The ranks of one model as a layer sees them: who am I, how many are we, and the exchanges between us.
+"""The tensor-parallel group: rank, size and collectives, as layers use them.
 
-``all_reduce`` and ``all_gather`` go through opaque ops keyed by the group's *name*, so that a traced graph holds
-neither a rank nor a process group and is the same on every rank. The ops find the group in the registry below, which
-is the only mutable state here. How an exchange is done is the matter of ``parallel/collectives/``.
+``all_reduce`` and ``all_gather`` are opaque ops keyed by the group's *name*, so that a traced graph contains neither a
+rank nor a process group and is the same on every rank. The ops look the group up in the registry below, the only
+mutable state of this module. The implementations are in ``parallel/collectives/``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from parallel.group_spec import GroupSpec
 from parallel.library import dispatch_keys, register_op
 
 _GROUPS: dict[str, TensorParallelGroup] = {}
-"""Open groups by name, for the ops: an op's schema can carry a name but no group."""
+"""Open groups by name: an op's schema cannot contain a group."""
 
 
 class TensorParallelGroup:
-    """The ranks that hold one model together.
+    """The ranks over which one model is sharded.
 
-    Every rank makes the same calls in the same order, from one thread. With one rank nothing is exchanged.
+    Every rank makes the same calls in the same order, from one thread. With one rank there is no communication.
 
     Attributes:
         name: see :class:`GroupSpec`.
         rank: this rank, from 0.
         size: the number of ranks.
-        device: where this rank computes.
-        collectives: the implementation; None with one rank. A fault injector may put a wrapper here.
+        device: of this rank.
+        collectives: the implementation; None with one rank. Fault injection replaces it by a wrapper.
     """
 
     def __init__(
         self, name: str, rank: int, size: int, device: torch.device, collectives: Collectives | None = None
     ) -> None:
         if (collectives is None) != (size == 1):
-            raise ValueError(f"group {name!r} of {size}: collectives are for groups of two ranks and more")
+            raise ValueError(f"group {name!r} of {size}: collectives are for groups of two or more ranks")
         self.name = name
         self.rank = rank
         self.size = size
@@ -74,12 +74,12 @@ class TensorParallelGroup:
         return x if self.collectives is None else self.collectives.broadcast(x, src)
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called it."""
         if self.collectives is not None:
             self.collectives.barrier()
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the following collectives their step (0 to 2**63 - 1): ranks in different steps are an error."""
+        """Set the step (0 to 2**63 - 1) of the following collectives: ranks in different steps raise an error."""
         if self.collectives is not None:
             self.collectives.epoch = epoch
 
@@ -97,15 +97,15 @@ def single_rank_group(device: torch.device) -> TensorParallelGroup:
 
 
 def init_group(spec: GroupSpec, device: torch.device) -> TensorParallelGroup:
-    """Meet the other ranks. Called by every rank of the group at about the same time.
+    """Join a group. Every rank of the group calls it at about the same time.
 
     Args:
         spec: equal on all ranks but for ``rank``.
-        device: where this rank computes; a CUDA device has to be the current one.
+        device: of this rank; a CUDA device has to be the current one.
 
     Raises:
-        CollectiveTimeout: some ranks did not come.
-        CollectiveError: the group cannot be set up (no room in /dev/shm, no compiler for an explicit "shm", ...).
+        CollectiveTimeout: some ranks did not join.
+        CollectiveError: the group cannot be set up (no space in /dev/shm, no compiler for an explicit "shm", ...).
     """
     if spec.size == 1:
         return TensorParallelGroup(spec.name, spec.rank, 1, device)
@@ -116,7 +116,7 @@ def get_group(name: str) -> TensorParallelGroup:
     """The open group of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no group of that name is open.
     """
     try:
         return _GROUPS[name]

@@ -1,8 +1,8 @@
-"""Registration of custom ops, straight on a ``torch.library.Library``.
+"""Registration of custom ops, directly on a ``torch.library.Library``.
 
-``torch.library.custom_op`` would do as well, at several microseconds more for every call. The schema comes from the
-Python signature, so an op is one annotated function and, where it is traced, one fake. The ops themselves live
-elsewhere: collectives in ``group.py``, kernels in ``workers/kernels/ops/``.
+``torch.library.custom_op`` costs several microseconds more per call. The schema is inferred from the Python signature,
+so an op is one annotated function and, where it is traced, one fake. The ops are defined elsewhere: collectives in
+``group.py``, kernels in ``workers/kernels/ops/``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from parallel.platform import detect_platform
 NAMESPACE = "lockstep"
 
 LIBRARY = Library(NAMESPACE, "FRAGMENT")
-"""Where ops go that name no library of their own. A fragment: others can add ops to the namespace with theirs."""
-
+"""The default library. As a fragment, it lets other code add ops to the namespace with a library of its own."""
 
 _PYTHON: dict[tuple[str, str, str], tuple[weakref.ref[Library], Callable[..., Any]]] = {}
-"""What was registered: namespace, name, dispatch key -> the library it was added to, and the function."""
+"""Registered implementations: (namespace, name, dispatch key) -> (library, function)."""
 
 
 def register_op(
@@ -41,12 +40,12 @@ def register_op(
     Args:
         name: without the namespace; the op becomes ``torch.ops.<namespace>.<name>``.
         func: the implementation. Its type hints are the schema.
-        mutates_args: names of the arguments it writes. One that is not named may be reordered or dropped by the
-            compiler. An op that only writes must return None.
-        fake: computes shape and dtype of the result without data; needed where the op is traced.
-        target_library: the library to register on. The op lives as long as that object; default: for ever.
+        mutates_args: names of the arguments it writes. The compiler may reorder or remove an op whose writes are not
+            declared. An op that only writes must return None.
+        fake: computes shape and dtype of the result without data; required where the op is traced.
+        target_library: the library to register on; the op exists as long as that object. Default: :data:`LIBRARY`.
         dispatch_key: one key or several, all with this implementation; default: the platform's.
-        tags: what else the compiler may know about it.
+        tags: ``torch.Tag`` values of the op.
 
     Raises:
         RuntimeError: the name is taken.
@@ -65,7 +64,7 @@ def register_op(
 def add_implementation(
     name: str, func: Callable[..., Any], *, dispatch_key: str, target_library: Library | None = None
 ) -> None:
-    """Give an op that exists an implementation for one more kind of device.
+    """Register an implementation of an existing op for another dispatch key.
 
     Raises:
         RuntimeError: the op is unknown, or has an implementation for that key from the same library.
@@ -76,19 +75,19 @@ def add_implementation(
 
 
 def python_implementations(dispatch_key: str) -> dict[Any, Callable[..., Any]]:
-    """The Python function behind each of our ops for one kind of device, by overload.
+    """The Python implementation of each op of this namespace for one dispatch key, by overload.
 
-    Calling it saves the dispatcher's 5 microseconds where nothing but the implementation is wanted: in a replay whose
-    tensors are known.
+    Calling it directly saves the dispatcher's 5 microseconds in compiled code and in a replay, where the tensors are
+    known and neither autograd nor tracing is active.
     """
     found: dict[Any, Callable[..., Any]] = {}
     for (namespace, name, key), (library, func) in _PYTHON.items():
-        # An op of a library that is gone is gone, too.
+        # The op of a library that was deleted no longer exists.
         if key == dispatch_key and namespace == NAMESPACE and library() is not None:
             found[getattr(torch.ops.lockstep, name).default] = func
     return found
 
 
 def dispatch_keys() -> tuple[str, ...]:
-    """Keys for an op whose one implementation serves the platform's device and the CPU of the same machine."""
+    """Dispatch keys of an op with one implementation for the platform's device and the CPU of the same machine."""
     return tuple(dict.fromkeys((detect_platform().dispatch_key, "CPU")))

@@ -1,7 +1,7 @@
-"""What differs between kinds of device: its name, dispatch key, collectives, and whether attention is one opaque op.
+"""Platforms: the properties of a kind of device that the rest of the code depends on.
 
-``detect_platform`` says what this machine offers; ``platform_for`` what a given device needs (a CUDA machine can
-also run on its CPU). Kernels and their selection live with the ops, not here.
+:func:`detect_platform` gives the platform of this machine, :func:`platform_for` that of a device (a machine with CUDA
+can also run on its CPU). Kernels are selected by the ops, not here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 
 class Platform:
-    """A kind of device. The base class promises nothing; a subclass states what holds for its device.
+    """A kind of device. The base class has the most restrictive defaults; a subclass describes one device.
 
     Attributes:
-        name: for people and for cache keys.
-        device_type: as ``torch.device(...).type`` gives it.
+        name: for messages and cache keys.
+        device_type: ``torch.device(...).type`` of its devices.
         dispatch_key: the key under which ops are registered.
         collective_backends: implementations of the collectives, best first (see ``parallel/collectives/``).
     """
@@ -29,13 +29,13 @@ class Platform:
     def opaque_attention_op(self) -> bool:
         """Whether attention is called as a registered op, at which a compiled graph can be split.
 
-        Where it is not, attention calls its Python functions directly and the graph has nothing to split at.
+        If not, attention calls its Python functions directly and the graph has no splitting ops.
         """
         return False
 
 
 class CpuPlatform(Platform):
-    """The CPU, as a full backend."""
+    """CPUs."""
 
     name = "cpu"
     device_type = "cpu"
@@ -43,12 +43,12 @@ class CpuPlatform(Platform):
     collective_backends = ("shm", "gloo")
 
     def opaque_attention_op(self) -> bool:
-        """True: the CPU compiles piecewise too."""
+        """True: CPU graphs are compiled piecewise."""
         return True
 
 
 class CudaPlatform(Platform):
-    """NVIDIA GPUs (and what presents itself as one)."""
+    """CUDA devices: NVIDIA GPUs, and others that torch presents as such."""
 
     name = "cuda"
     device_type = "cuda"
@@ -56,18 +56,18 @@ class CudaPlatform(Platform):
     collective_backends = ("nccl", "gloo")
 
     def opaque_attention_op(self) -> bool:
-        """True: the graph is split at attention, whose kernels CUDA graphs cannot always hold."""
+        """True: graphs are split at attention, whose kernels cannot always be captured in a CUDA graph."""
         return True
 
 
 @functools.cache
 def detect_platform() -> Platform:
-    """The best platform of this machine: CUDA if torch sees a device, else the CPU. Looked up once per process."""
+    """The platform of this machine: CUDA if torch finds a device, else CPU. Cached for the process."""
     return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()
 
 
 def platform_for(device: torch.device) -> Platform:
-    """The platform that a device belongs to.
+    """The platform of a device.
 
     Raises:
         ValueError: a device type without a platform.
@@ -75,4 +75,4 @@ def platform_for(device: torch.device) -> Platform:
     for platform in (CpuPlatform(), CudaPlatform()):
         if device.type == platform.device_type:
             return platform
-    raise ValueError(f"no platform for device {str(device)!r}; there is one for cpu and one for cuda")
+    raise ValueError(f"no platform for device {str(device)!r}; supported: cpu, cuda")

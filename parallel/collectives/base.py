@@ -1,8 +1,7 @@
-"""The interface every collective implementation offers, its errors, and what the host implementations share.
+"""The interface of the collectives, their errors, and the base class of the host implementations.
 
-``group.py`` picks an implementation; layers and the sampler only ever see the group. Whatever the implementation, all
-ranks end up with the same bits, and host implementations sum in rank order with fp32 accumulation, so that they agree
-with each other bit for bit.
+``factory.py`` selects an implementation; layers and the sampler only use the group. Every implementation gives all
+ranks the same bits. Host implementations sum in rank order with fp32 accumulation, so they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -16,14 +15,10 @@ from typing_extensions import override
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed; the group cannot be used any more, by any rank."""
-
-
-class CollectiveTimeout(CollectiveError):
-    """Some ranks did not join in time. The message names them, the operation and its number.
+    """A collective failed; no rank can use the group afterwards.
 
     Attributes:
-        missing: the ranks that did not join, ascending.
+        missing: the ranks that did not join or have left the group, ascending; empty where unknown.
     """
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
@@ -31,12 +26,16 @@ class CollectiveTimeout(CollectiveError):
         self.missing = missing
 
 
+class CollectiveTimeout(CollectiveError):
+    """Some ranks did not join in time. The message names them, the operation and its number."""
+
+
 class CollectiveMismatch(CollectiveError):
-    """The ranks joined different collectives: another operation, size, dtype, root or epoch."""
+    """The ranks called different collectives: another operation, size, dtype, root or epoch."""
 
 
 class Operation(IntEnum):
-    """What a collective does. The numbers are also those of ``shm.c``."""
+    """The collective operations, with the numbers that ``shm.c`` uses."""
 
     ALL_REDUCE = 1
     ALL_GATHER = 2
@@ -46,7 +45,7 @@ class Operation(IntEnum):
 
 
 REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be summed on the host."""
+"""The dtypes that can be summed on the host."""
 
 DTYPES = (
     torch.uint8,  # its number, 0, also stands for "none"
@@ -60,20 +59,20 @@ DTYPES = (
     torch.int8,
     torch.int16,
 )
-"""What can be exchanged. The first four have the numbers that ``shm.c`` knows."""
+"""The dtypes that can be sent. The first four have the numbers that ``shm.c`` uses."""
 
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Collectives(ABC):
-    """Exchanges between the ranks of one group. Every rank calls the same ones, in the same order, from one thread.
+    """Collective operations of one group. Every rank calls the same ones, in the same order, from one thread.
 
     Attributes:
         backend: the name of the implementation.
         rank: this rank.
         size: the number of ranks.
-        epoch: a number that every collective compares across ranks where the implementation can. A worker sets it
-            to its step, so that a rank which is a step behind is found and not mixed up.
+        epoch: a number that host implementations compare across ranks in every collective. A worker sets it to its
+            step id, so that a rank in another step causes a mismatch error.
     """
 
     backend: str = ""
@@ -89,7 +88,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """``[size, *x.shape]``: the tensor of every rank, which all have the same shape and dtype."""
+        """``[size, *x.shape]``: the tensors of all ranks, which have equal shapes and dtypes."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor, dst: int) -> torch.Tensor | None:
@@ -97,22 +96,22 @@ class Collectives(ABC):
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Rank ``src``'s tensor as a new one. The others pass one of the same shape and dtype, whatever is in it."""
+        """Rank ``src``'s tensor, as a new one. The other ranks pass any tensor of the same shape and dtype."""
 
     @abstractmethod
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return once every rank has called it."""
 
     @abstractmethod
     def close(self) -> None:
         """Leave the group and release what it owns. May be called twice."""
 
 
-class Call(NamedTuple):
-    """What one rank believes a collective to be; all ranks have to believe the same.
+class CollectiveCall(NamedTuple):
+    """The parameters of one collective on one rank; they have to be equal on all ranks.
 
     Attributes:
-        operation: which one.
+        operation: the operation.
         dtype: index into :data:`DTYPES`.
         root: the source or destination rank, 0 where there is none.
         nbytes: of one rank's tensor.
@@ -134,13 +133,15 @@ class Call(NamedTuple):
         return text + (f" in epoch {self.epoch}" if self.epoch else "")
 
 
-def describe_mismatch(calls: dict[int, Call], number: int) -> str:
-    """The message of a :class:`CollectiveMismatch` from what each rank called."""
-    by_call: dict[Call, list[int]] = {}
+def describe_mismatch(calls: dict[int, CollectiveCall], number: int) -> str:
+    """The message of a :class:`CollectiveMismatch`, from the call of each rank."""
+    by_call: dict[CollectiveCall, list[int]] = {}
     for rank, call in sorted(calls.items()):
         by_call.setdefault(call, []).append(rank)
-    told = "; ".join(f"{format_ranks(ranks)} called {call}" for call, ranks in by_call.items())
-    return f"the ranks do not agree on collective {number}: {told}. One of them skipped or added a collective before"
+    described = "; ".join(f"{format_ranks(ranks)} called {call}" for call, ranks in by_call.items())
+    return (
+        f"the ranks do not agree on collective {number}: {described}. One of them skipped or added a collective before"
+    )
 
 
 def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
@@ -149,21 +150,21 @@ def format_ranks(ranks: list[int] | tuple[int, ...]) -> str:
 
 
 class HostCollectives(Collectives):
-    """What implementations that work in host memory share: checks, staging of device tensors, outputs.
+    """Base class of implementations in host memory: argument checks, staging of device tensors, outputs.
 
-    A subclass provides :meth:`run`. A tensor on another device is copied to the host and its result back, which is
-    right but slow, and cannot be captured in a CUDA graph.
+    A subclass provides :meth:`run`. A tensor on another device is copied to the host and the result back, which is slow
+    and cannot be captured in a CUDA graph.
     """
 
     @abstractmethod
-    def run(self, call: Call, source: torch.Tensor, target: torch.Tensor | None) -> None:
-        """Carry out ``call``.
+    def run(self, call: CollectiveCall, source: torch.Tensor, target: torch.Tensor | None) -> None:
+        """Execute ``call``.
 
         Args:
-            call: what to do.
+            call: the operation and its parameters.
             source: this rank's tensor, contiguous, on the host.
-            target: where the result goes, or None where this rank gets none; ``[size, *source.shape]`` for gathers,
-                else the shape of ``source``. Not initialised.
+            target: uninitialized memory for the result, None where this rank gets none; ``[size, *source.shape]`` for
+                gathers, else the shape of ``source``.
         """
 
     @override
@@ -171,42 +172,44 @@ class HostCollectives(Collectives):
         if x.dtype not in REDUCIBLE:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in REDUCIBLE)
             raise ValueError(f"all_reduce sums {names}; rank {self.rank} passed {x.dtype}")
-        return _present(self._exchange(Operation.ALL_REDUCE, x, 0, x.shape))
+        return _require_result(self._call(Operation.ALL_REDUCE, x, 0, x.shape))
 
     @override
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return _present(self._exchange(Operation.ALL_GATHER, x, 0, (self.size, *x.shape)))
+        return _require_result(self._call(Operation.ALL_GATHER, x, 0, (self.size, *x.shape)))
 
     @override
     def gather(self, x: torch.Tensor, dst: int) -> torch.Tensor | None:
         shape = (self.size, *x.shape) if self.rank == dst else None
-        return self._exchange(Operation.GATHER, x, dst, shape)
+        return self._call(Operation.GATHER, x, dst, shape)
 
     @override
     def broadcast(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        return _present(self._exchange(Operation.BROADCAST, x, src, x.shape))
+        return _require_result(self._call(Operation.BROADCAST, x, src, x.shape))
 
     @override
     def barrier(self) -> None:
-        self._exchange(Operation.BARRIER, torch.empty(0, dtype=torch.uint8, device="cpu"), 0, None)
+        self._call(Operation.BARRIER, torch.empty(0, dtype=torch.uint8, device="cpu"), 0, None)
 
-    def _exchange(
+    def _call(
         self, operation: Operation, x: torch.Tensor, root: int, shape: tuple[int, ...] | None
     ) -> torch.Tensor | None:
         if not 0 <= root < self.size:
             raise ValueError(f"{operation.name.lower()} with root {root}; the ranks are 0 to {self.size - 1}")
         number = _DTYPE_NUMBERS.get(x.dtype)
         if number is None:
-            raise ValueError(f"rank {self.rank} passed {x.dtype} to {operation.name.lower()}, which it cannot carry")
+            raise ValueError(
+                f"rank {self.rank} passed {x.dtype} to {operation.name.lower()}, which does not support it"
+            )
         source = x if x.is_cpu else x.to("cpu")
         if not source.is_contiguous():
             source = source.contiguous()
         target = None if shape is None else torch.empty(shape, dtype=x.dtype, device="cpu")
-        self.run(Call(operation, number, root, source.nbytes, self.epoch), source, target)
+        self.run(CollectiveCall(operation, number, root, source.nbytes, self.epoch), source, target)
         return target if target is None or x.is_cpu else target.to(x.device)
 
 
-def _present(result: torch.Tensor | None) -> torch.Tensor:
+def _require_result(result: torch.Tensor | None) -> torch.Tensor:
     if result is None:
-        raise CollectiveError("an exchange that every rank gets a result of gave none; this is a bug")
+        raise CollectiveError("internal error: a collective with a result on every rank returned none")
     return result

@@ -1,4 +1,4 @@
-"""Which implementation a group uses, and how it is opened."""
+"""Selects and opens the implementation of a group's collectives."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ logger = logging.getLogger("lockstep")
 
 
 def open_collectives(spec: GroupSpec, device: torch.device) -> Collectives:
-    """Open the implementation that ``spec.backend`` names; "auto" takes the best one the device and hosts allow.
+    """Open the backend that ``spec.backend`` names; "auto" selects the fastest that the device and hosts support.
 
-    Every rank comes to the same choice: it depends on what is equal on all of them, and where a rank cannot use
-    shared memory, all ranks learn it and fall back together.
+    Every rank selects the same backend: the choice depends on values that are equal on all ranks, and if one rank
+    cannot use shared memory, all ranks are notified and fall back together.
 
     Raises:
-        CollectiveError: it cannot be opened.
-        ValueError: the backend does not fit the device or the hosts.
+        CollectiveError: the backend cannot be opened.
+        ValueError: the backend does not support the device or the hosts.
     """
     backend = _choose(spec, device)
     if backend == "shm":
@@ -40,7 +40,7 @@ def open_collectives(spec: GroupSpec, device: torch.device) -> Collectives:
         except NoLibraryError as error:
             if spec.backend != "auto":
                 raise
-            logger.warning("rank %d: collectives fall back to gloo, which is far slower: %s", spec.rank, error)
+            logger.warning("rank %d: collectives fall back to gloo, which is slower: %s", spec.rank, error)
             backend = "gloo"
     return _open_distributed(backend, spec, device)
 
@@ -51,14 +51,14 @@ def _choose(spec: GroupSpec, device: torch.device) -> str:
         usable = {"gloo": True, "nccl": device.type == "cuda", "shm": spec.same_host and os.path.isdir(DIRECTORY)}
         return next(name for name in platform_for(device).collective_backends if usable[name])
     if backend == "nccl" and device.type != "cuda":
-        raise ValueError(f"nccl works between CUDA devices; rank {spec.rank} is on {device}: use auto, shm or gloo")
+        raise ValueError(f"nccl needs CUDA devices, and rank {spec.rank} is on {device}: use auto, shm or gloo")
     if backend == "shm" and not spec.same_host:
-        raise ValueError("shared memory works between ranks on one host; these are on several: use auto or gloo")
+        raise ValueError("shm needs all ranks on one host, and these are on several: use auto or gloo")
     return backend
 
 
 def _open_distributed(backend: str, spec: GroupSpec, device: torch.device) -> Collectives:
-    # Imported here: a group over shared memory starts without torch.distributed.
+    # Imported here, so that a shared-memory group starts without torch.distributed.
     from parallel.collectives.gloo import GlooCollectives
     from parallel.collectives.nccl import NcclCollectives
     from parallel.collectives.store import open_store

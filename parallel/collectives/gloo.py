@@ -1,8 +1,8 @@
-"""Collectives over gloo: for CPU ranks on several hosts, where there is no compiler, and as the test oracle.
+"""Collectives over gloo: for CPU ranks on several hosts or without a C compiler, and the reference in tests.
 
-Every exchange is an all-gather of bytes, summed in rank order on each rank: slower than gloo's own all-reduce for
-large messages, but with the same bits as shared memory. A mismatch of sizes aborts a process inside gloo, so the
-first frame, of fixed size, says what each rank believes to be called.
+Every collective is an all-gather of bytes whose sums each rank forms in rank order: slower than gloo's own all-reduce
+for large messages, but with the same bits as shared memory. gloo aborts the process if sizes differ between ranks, so
+a first frame of fixed size carries the parameters of each rank's call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from parallel.collectives.base import (
     DTYPES,
-    Call,
+    CollectiveCall,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -31,24 +31,25 @@ from parallel.collectives.store import LOOPBACK
 
 HEADER_BYTES = 64
 FRAME_BYTES = 16 * 1024
-"""Bytes of the message that travel with the header; only what is longer needs a second exchange."""
+"""Bytes of the message that are sent with the header; only longer messages need a second all-gather."""
 
 _GRACE_SECONDS = 1.0
+"""How long a rank whose collective timed out waits for the other ranks to report that theirs did."""
 
 
 class GlooCollectives(HostCollectives):
-    """Exchanges over gloo's TCP connections, without torch's global process group.
+    """Collectives over gloo's TCP connections, without torch's global process group.
 
     Args:
         group: the group's name, for messages.
         rank: this rank.
         size: the number of ranks.
-        store: where ranks meet, and where they tell who is missing.
-        timeout: seconds to wait for the others, here and in every collective.
+        store: for the rendezvous, and to find which ranks are missing after a timeout.
+        timeout: seconds to wait for the others at the rendezvous and in every collective.
         same_host: connect over loopback only.
 
     Raises:
-        CollectiveTimeout: some ranks did not come.
+        CollectiveTimeout: some ranks did not join.
     """
 
     backend = "gloo"
@@ -64,23 +65,23 @@ class GlooCollectives(HostCollectives):
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [gloo.create_device(hostname=LOOPBACK) if same_host else gloo.create_default_device()]
-        self._arrive("start")
+        self._mark_present("start")
         try:
             self._process_group = gloo(store, rank, size, options)
         except RuntimeError as error:
-            missing = self._absent("start")
-            text = f"{format_ranks(missing)} of {size} did not come within {timeout:g} s" if missing else str(error)
-            raise CollectiveTimeout(f"gloo group {group!r}: {text}; rank {rank} gave up", missing) from error
+            missing = self._find_absent("start")
+            text = f"{format_ranks(missing)} of {size} did not join within {timeout:g} s" if missing else str(error)
+            raise CollectiveTimeout(f"gloo group {group!r}: {text}; rank {rank} timed out", missing) from error
 
     @override
-    def run(self, call: Call, source: torch.Tensor, target: torch.Tensor | None) -> None:
+    def run(self, call: CollectiveCall, source: torch.Tensor, target: torch.Tensor | None) -> None:
         if self._ended:
             raise CollectiveError(f"rank {self.rank} cannot call {call}: group {self._group!r} {self._ended}")
         self._number += 1
         try:
             self._run(call, source, target)
         except BaseException as error:
-            self._ended = f"was given up after {type(error).__name__}: {error}"
+            self._ended = f"was aborted after {type(error).__name__}: {error}"
             raise
 
     @override
@@ -89,7 +90,7 @@ class GlooCollectives(HostCollectives):
             self._ended = "is closed"
             del self._process_group
 
-    def _run(self, call: Call, source: torch.Tensor, target: torch.Tensor | None) -> None:
+    def _run(self, call: CollectiveCall, source: torch.Tensor, target: torch.Tensor | None) -> None:
         payload = source.reshape(-1).view(torch.uint8)
         frame = torch.zeros(HEADER_BYTES + FRAME_BYTES, dtype=torch.uint8, device="cpu")
         frame[:HEADER_BYTES].view(torch.int64)[:5] = torch.tensor(
@@ -108,7 +109,7 @@ class GlooCollectives(HostCollectives):
             parts = self._gather(call, rest)
             _deliver(call, parts, None if flat is None else flat[:, FRAME_BYTES:])
 
-    def _gather(self, call: Call, part: torch.Tensor) -> list[torch.Tensor]:
+    def _gather(self, call: CollectiveCall, part: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         try:
             self._process_group.allgather([parts], [part]).wait()
@@ -118,37 +119,37 @@ class GlooCollectives(HostCollectives):
 
     def _check(self, headers: list[list[int]]) -> None:
         calls = {
-            rank: Call(Operation(operation), dtype, root, nbytes, epoch)
+            rank: CollectiveCall(Operation(operation), dtype, root, nbytes, epoch)
             for rank, (operation, dtype, root, nbytes, epoch, *_) in enumerate(headers)
         }
         if len(set(calls.values())) > 1:
             raise CollectiveMismatch(describe_mismatch(calls, self._number))
 
-    def _failed(self, call: Call, error: RuntimeError) -> CollectiveError:
-        """gloo says that it failed but not because of whom: the ranks that wait tell each other through the store."""
+    def _failed(self, call: CollectiveCall, error: RuntimeError) -> CollectiveError:
+        """The error of a failed gloo call. gloo does not name the missing ranks: those that waited are in the store."""
         where = f"{call} (collective {self._number} of group {self._group!r})"
         if "imed out" not in str(error):
-            return CollectiveError(f"rank {self.rank} cannot finish {where}: a peer is gone ({error})")
+            return CollectiveError(f"rank {self.rank} cannot finish {where}: a peer has disconnected ({error})")
         key = f"late/{self._number}"
-        self._arrive(key)
+        self._mark_present(key)
         deadline = time.monotonic() + _GRACE_SECONDS
-        while (missing := self._absent(key)) and time.monotonic() < deadline:
+        while (missing := self._find_absent(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return CollectiveTimeout(
             f"{format_ranks(missing) if missing else 'some rank'} did not join {where} within {self._timeout:g} s; "
-            f"rank {self.rank} gave up. The missing rank is dead, hung, or skipped a collective",
+            f"rank {self.rank} timed out. The missing rank is dead, hung, or skipped a collective",
             missing,
         )
 
-    def _arrive(self, what: str) -> None:
-        self._store.set(f"{what}/{self.rank}", "here")
+    def _mark_present(self, what: str) -> None:
+        self._store.set(f"{what}/{self.rank}", "present")
 
-    def _absent(self, what: str) -> tuple[int, ...]:
+    def _find_absent(self, what: str) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if not self._store.check([f"{what}/{rank}"]))
 
 
-def _deliver(call: Call, parts: list[torch.Tensor], target: torch.Tensor | None) -> None:
-    """Write what the ranks sent, uint8 ``[n]`` each, to ``target``, uint8 ``[1 or size, n]``."""
+def _deliver(call: CollectiveCall, parts: list[torch.Tensor], target: torch.Tensor | None) -> None:
+    """Combine the tensors of the ranks, uint8 ``[n]`` each, into ``target``, uint8 ``[1 or size, n]``."""
     if target is None:
         return
     if call.operation is Operation.ALL_REDUCE:

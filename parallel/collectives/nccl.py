@@ -1,7 +1,7 @@
-"""Collectives over NCCL, for CUDA ranks with a device each. They run on the current stream and can be captured.
+"""Collectives over NCCL, for ranks with a CUDA device each. They run on the current stream and can be captured.
 
-NCCL's own sum: the same bits on every rank, but neither in rank order nor the bits of the host implementations. It
-has no check across ranks; a missing rank is found by NCCL's watchdog after the timeout, which ends the process.
+NCCL's sum has the same bits on every rank, but not those of the host implementations. Parameters are not compared
+across ranks; after the timeout NCCL's watchdog detects a missing rank and ends the process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parallel.collectives.base import CollectiveError, Collectives
 
 
 class NcclCollectives(Collectives):
-    """Exchanges between CUDA devices, without torch's global process group.
+    """Collectives between CUDA devices, without torch's global process group.
 
     Args:
         rank: this rank.
         size: the number of ranks.
-        store: where ranks meet.
-        device: this rank's, already the current one.
+        store: for the rendezvous.
+        device: of this rank; it has to be the current one.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -41,7 +41,7 @@ class NcclCollectives(Collectives):
         options._timeout = timedelta(seconds=timeout)
         self._process_group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
         self._device = device
-        # The first exchange makes the communicator, which must not happen while a graph is being captured.
+        # The first collective creates the communicator, which must not happen during graph capture.
         self.barrier()
 
     @override

@@ -1,7 +1,7 @@
-"""One memory segment shared by the ranks of a host: its name, how they meet in it, and how stale ones are removed.
+"""The memory segment shared by the ranks of a host: its name, the rendezvous in it, and removal of stale segments.
 
-The segment is a file in /dev/shm that has a name only until every rank has mapped it; after that nothing is left
-behind, however the ranks die. What is exchanged through it is the matter of ``shared_memory.py`` and ``shm.c``.
+The segment is a file in /dev/shm that has a name only until every rank has mapped it; after that nothing remains,
+however the ranks end. ``shared_memory.py`` and ``shm.c`` use the mapped memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OURS = re.compile(r"lockstep-(\d+)-.+")
 
 
 class Vote(IntEnum):
-    """What a rank says when it has mapped the segment."""
+    """What a rank reports once it has mapped the segment."""
 
     ABSENT = 0
     READY = 1
@@ -60,29 +60,29 @@ class Segment:
         self._words = memoryview(self._map).cast("Q")
 
     def vote(self, rank: int, vote: Vote, timeout: float) -> tuple[Vote, ...]:
-        """Say that ``rank`` is here, wait for the votes of all ranks, and remove the segment's name.
+        """Report this rank's vote, wait for those of all ranks, and remove the segment's name.
 
         Raises:
-            CollectiveTimeout: some ranks did not come.
+            CollectiveTimeout: some ranks did not join.
         """
-        places = [(FIRST_LINE + other * LINE_STRIDE + _VOTE) // 8 for other in range(self.size)]
-        self._words[places[rank]] = int(vote)
+        offsets = [(FIRST_LINE + other * LINE_STRIDE + _VOTE) // 8 for other in range(self.size)]
+        self._words[offsets[rank]] = int(vote)
         deadline = time.monotonic() + timeout
-        while not all(votes := [self._words[place] for place in places]):
+        while not all(votes := [self._words[offset] for offset in offsets]):
             if time.monotonic() > deadline:
-                missing = tuple(other for other, said in enumerate(votes) if not said)
+                missing = tuple(other for other, vote in enumerate(votes) if not vote)
                 raise CollectiveTimeout(
-                    f"{format_ranks(missing)} of {self.size} did not come to shared memory {self._path} within "
-                    f"{timeout:g} s; rank {rank} gave up",
+                    f"{format_ranks(missing)} of {self.size} did not open shared memory {self._path} within "
+                    f"{timeout:g} s; rank {rank} timed out",
                     missing,
                 )
             time.sleep(0.001)
-        # Every rank removes the name, so that it is gone even if one of them dies right here.
+        # Every rank removes the name, so that it is removed even if one of them dies at this point.
         self._path.unlink(missing_ok=True)
-        return tuple(Vote(said) for said in votes)
+        return tuple(Vote(value) for value in votes)
 
     def close(self) -> None:
-        """Unmap it, and remove its name if it still has one. Nobody may use ``address`` any more."""
+        """Unmap the segment, and remove its name if it still has one; ``address`` is invalid afterwards."""
         if self._fd < 0:
             return
         self._path.unlink(missing_ok=True)
@@ -94,46 +94,44 @@ class Segment:
 
 
 def segment_name(run_id: str, group: str) -> str:
-    """The file name of a group's segment, which every rank can work out.
+    """The file name of a group's segment, the same on every rank.
 
     Raises:
-        ValueError: the run id does not carry a pid.
+        ValueError: the run id contains no pid.
     """
     match = _RUN_ID.fullmatch(run_id)
     if match is None:
         raise ValueError(
-            f"run_id {run_id!r} has to be '<pid>-<anything>' with the pid of the driver or of rank 0: a shared-memory "
-            "name without a live pid is taken for one of a dead run"
+            f"run_id {run_id!r} has to be '<pid>-<anything>' with the pid of the driver or of rank 0: shared memory "
+            "whose name contains no live pid is removed as stale"
         )
     pid, rest = match.groups()
     return re.sub(r"[^\w.-]", "_", f"lockstep-{pid}-{rest}-{group}", flags=re.ASCII)
 
 
 def segment_bytes(size: int, slot_bytes: int) -> int:
-    """The bytes of a segment for that many ranks."""
+    """Bytes of a segment for that many ranks."""
     lines = FIRST_LINE + size * LINE_STRIDE
     return -(-lines // SLOT_ALIGN) * SLOT_ALIGN + 2 * size * slot_bytes
 
 
 def create_segment(name: str, size: int, slot_bytes: int, directory: str = DIRECTORY) -> Segment:
-    """Make a segment and give it its name, in that order, so that whoever finds it can use it.
+    """Create a segment and then link its name, so that a rank which finds the name can use the segment.
 
     Raises:
-        CollectiveError: no room (the message says need and have), or the name is taken.
+        CollectiveError: not enough space (the message gives needed and free bytes), or the name exists.
     """
     needed = segment_bytes(size, slot_bytes)
-    _check_room(directory, needed)
+    _check_space(directory, needed)
     path = Path(directory, name)
     unnamed = Path(directory, f"{name}.new")
     try:
         fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise CollectiveError(f"cannot make shared memory {unnamed}: {error.strerror}") from error
+        raise CollectiveError(f"cannot create shared memory {unnamed}: {error.strerror}") from error
     try:
-        fcntl.flock(
-            fd, fcntl.LOCK_SH
-        )  # held as long as the name exists: remove_stale_segments leaves locked files alone
-        os.posix_fallocate(fd, 0, needed)  # without it, a full /dev/shm would be a SIGBUS in the middle of a step
+        fcntl.flock(fd, fcntl.LOCK_SH)  # Held while the name exists: remove_stale_segments skips locked files.
+        os.posix_fallocate(fd, 0, needed)  # Without it, a full /dev/shm would cause a SIGBUS in a step.
         os.pwrite(fd, _layout(size, slot_bytes), 0)
         os.link(unnamed, path)
     except FileExistsError as error:
@@ -150,11 +148,11 @@ def create_segment(name: str, size: int, slot_bytes: int, directory: str = DIREC
 
 
 def attach_segment(name: str, size: int, slot_bytes: int, timeout: float, directory: str = DIRECTORY) -> Segment:
-    """Wait for rank 0 to make the segment, and map it.
+    """Wait until rank 0 has created the segment, and map it.
 
     Raises:
-        CollectiveTimeout: it was not made in time.
-        CollectiveError: it was made for another number of ranks or by another version.
+        CollectiveTimeout: it was not created in time.
+        CollectiveError: it was created for another number of ranks or by another version.
     """
     path = Path(directory, name)
     deadline = time.monotonic() + timeout
@@ -165,7 +163,7 @@ def attach_segment(name: str, size: int, slot_bytes: int, timeout: float, direct
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(
-                    f"rank 0 did not make shared memory {path} within {timeout:g} s", (0,)
+                    f"rank 0 did not create shared memory {path} within {timeout:g} s", (0,)
                 ) from None
             time.sleep(0.001)
     expected = _layout(size, slot_bytes)
@@ -177,17 +175,20 @@ def attach_segment(name: str, size: int, slot_bytes: int, timeout: float, direct
 
 
 def remove_stale_segments(directory: str = DIRECTORY) -> list[str]:
-    """Remove shared memory that a dead run has left, and give the names that were removed.
+    """Remove the shared memory of runs that are dead.
 
-    A name of ours is stale if the process whose pid it carries is dead and nobody has the file locked. The lock
-    protects runs in other containers, whose pids mean nothing here.
+    A name is stale if the process whose pid it contains is dead and no process holds a lock on the file. The lock
+    protects runs in other containers, whose pids are not visible here.
+
+    Returns:
+        the names that were removed.
     """
     removed: list[str] = []
     for path in sorted(Path(directory).glob("lockstep-*")):
         match = _OURS.fullmatch(path.name)
         if match is None or _is_alive(int(match.group(1))):
             continue
-        # Another sweeper may be faster, and a file of another user is theirs to remove.
+        # Another process may remove it at the same time; files of other users are skipped.
         with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -209,16 +210,16 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _check_room(directory: str, needed: int) -> None:
+def _check_space(directory: str, needed: int) -> None:
     space = os.statvfs(directory)
     have = space.f_bavail * space.f_frsize
     if have < needed:
         raise CollectiveError(
-            f"{directory} has {have} bytes left, but the collectives need {needed}; remove what fills it, give the "
-            'container more shared memory (docker --shm-size), or set collectives to "gloo"'
+            f"{directory} has {have} bytes left, but the collectives need {needed}; free some, give the container more "
+            'shared memory (docker --shm-size), or set collectives to "gloo"'
         )
 
 
 def _layout(size: int, slot_bytes: int) -> bytes:
-    """The first word of a segment, by which an attaching rank knows that it fits."""
+    """The first word of a segment, which an attaching rank compares with its own."""
     return struct.pack("<Q", _LAYOUT_VERSION << 56 | size << 40 | slot_bytes)

@@ -1,7 +1,7 @@
-"""Collectives through shared memory, for ranks on one host: what CPU groups use.
+"""Collectives through shared memory: the default of CPU groups on one host.
 
-The work is done by ``shm.c``, called through ctypes (which releases the GIL). Here stand the deadlines, the
-messages and the set-up; where the segment lives and how ranks meet in it is the matter of ``segment.py``.
+``shm.c`` moves and sums the data; it is called through ctypes, which releases the GIL. This module has the deadlines,
+the error messages and the set-up; ``segment.py`` creates, names and maps the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from parallel.collectives.base import (
-    Call,
+    CollectiveCall,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
@@ -37,17 +37,19 @@ from parallel.toolchain import NativeBuildError, load_library
 SOURCE = Path(__file__).parent / "shm.c"
 
 SLOT_BYTES = 256 * 1024
-"""A longer message goes in chunks of this size. Two slots per rank; small enough to stay in a core's cache."""
+"""Size of a chunk of a longer message. There are two slots per rank; both stay in a core's cache."""
 
 _OK, _AGAIN, _MISMATCH, _ABORTED, _LEFT = range(5)
 
 
-class _Statement(ctypes.Structure):
+class _Descriptor(ctypes.Structure):
+    """The parameters of a call, which ranks compare: ``descriptor`` of shm.c."""
+
     _fields_ = (("what", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("epoch", ctypes.c_uint64))
 
 
 class _State(ctypes.Structure):
-    """``collective_call`` of shm.c."""
+    """``call`` of shm.c."""
 
     _fields_ = (
         ("base", ctypes.c_void_p),
@@ -56,7 +58,7 @@ class _State(ctypes.Structure):
         ("spins", ctypes.c_uint64),
         ("source", ctypes.c_void_p),
         ("target", ctypes.c_void_p),
-        ("called", _Statement),
+        ("called", _Descriptor),
         ("done", ctypes.c_uint64),
         ("posted", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
@@ -65,11 +67,11 @@ class _State(ctypes.Structure):
 
 
 class NoLibraryError(CollectiveError):
-    """Some ranks could not compile or load the C library. All ranks get this error, so all can fall back together."""
+    """Some ranks could not build or load the C library. It is raised on all ranks, so that they fall back together."""
 
 
 class SharedMemoryCollectives(HostCollectives):
-    """Exchanges through a mapped segment.
+    """Collectives through a mapped segment.
 
     Args:
         group: the group's name, for messages.
@@ -94,7 +96,7 @@ class SharedMemoryCollectives(HostCollectives):
         self._library = _declare(library)
         self._collective = library.lockstep_collective
         enough_cores = len(os.sched_getaffinity(0)) >= size
-        # Pausing is for ranks that run at the same time; with fewer cores than ranks the core is better given away.
+        # With fewer cores than ranks, a waiting rank yields its core early instead of spinning.
         self._state = _State(
             base=segment.address,
             slot_bytes=segment.slot_bytes,
@@ -105,7 +107,7 @@ class SharedMemoryCollectives(HostCollectives):
         self._pointer = ctypes.byref(self._state)
 
     @override
-    def run(self, call: Call, source: torch.Tensor, target: torch.Tensor | None) -> None:
+    def run(self, call: CollectiveCall, source: torch.Tensor, target: torch.Tensor | None) -> None:
         if self._ended:
             raise CollectiveError(f"rank {self.rank} cannot call {call}: group {self._group!r} {self._ended}")
         self._number += 1
@@ -129,8 +131,8 @@ class SharedMemoryCollectives(HostCollectives):
             self._segment.address = 0
         self._ended = self._ended or "is closed"
 
-    def _wait(self, call: Call, status: int) -> None:
-        """Go on with a call until it is done or has failed; a failure ends the group for every rank."""
+    def _wait(self, call: CollectiveCall, status: int) -> None:
+        """Continue a call until it is complete or has failed; a failure ends the group for every rank."""
         deadline = time.monotonic() + self._timeout
         try:
             while status == _AGAIN:
@@ -140,20 +142,20 @@ class SharedMemoryCollectives(HostCollectives):
             if status != _OK:
                 raise self._failed(call, status)
         except BaseException as error:
-            # An interrupt ends the group too: this rank has stated a call that it will not finish.
+            # An interrupt ends the group too: other ranks wait for the call that this rank has published.
             self._library.lockstep_abort(self._pointer)
-            self._ended = f"was given up after {type(error).__name__}: {error}"
+            self._ended = f"was aborted after {type(error).__name__}: {error}"
             raise
 
-    def _timed_out(self, call: Call) -> CollectiveTimeout:
-        missing = self._behind()
+    def _timed_out(self, call: CollectiveCall) -> CollectiveTimeout:
+        missing = self._find_missing()
         return CollectiveTimeout(
             f"{format_ranks(missing)} did not join {call} (collective {self._number} of group {self._group!r}) within "
-            f"{self._timeout:g} s; rank {self.rank} gave up. The missing rank is dead, hung, or skipped a collective",
+            f"{self._timeout:g} s; rank {self.rank} timed out. The missing rank is dead, hung, or skipped a collective",
             missing,
         )
 
-    def _failed(self, call: Call, status: int) -> CollectiveError:
+    def _failed(self, call: CollectiveCall, status: int) -> CollectiveError:
         where = f"{call} (collective {self._number} of group {self._group!r})"
         if status == _MISMATCH:
             return CollectiveMismatch(
@@ -162,21 +164,23 @@ class SharedMemoryCollectives(HostCollectives):
         if status == _ABORTED:
             who = self._library.lockstep_aborted(self._pointer) - 1
             return CollectiveError(
-                f"rank {self.rank} cannot finish {where}: rank {who} gave the group up, and its error says why"
+                f"rank {self.rank} cannot finish {where}: rank {who} aborted the group; see its error"
             )
-        left = tuple(r for r in self._behind() if self._library.lockstep_has_left(self._pointer, r))
-        return CollectiveError(f"rank {self.rank} cannot finish {where}: {format_ranks(left)} has closed the group")
+        left = tuple(r for r in self._find_missing() if self._library.lockstep_has_left(self._pointer, r))
+        return CollectiveError(
+            f"rank {self.rank} cannot finish {where}: {format_ranks(left)} has closed the group", left
+        )
 
-    def _behind(self) -> tuple[int, ...]:
+    def _find_missing(self) -> tuple[int, ...]:
         """The ranks that have not joined the current round."""
         wanted = self._state.round + 1
         return tuple(r for r in range(self.size) if self._library.lockstep_round(self._pointer, r) < wanted)
 
-    def _called_by(self, rank: int) -> Call:
-        told = _Statement()
-        self._library.lockstep_descriptor(self._pointer, rank, ctypes.byref(told))
-        what = told.what
-        return Call(Operation(what & 0xFF), what >> 8 & 0xFF, what >> 16, told.bytes, told.epoch)
+    def _called_by(self, rank: int) -> CollectiveCall:
+        descriptor = _Descriptor()
+        self._library.lockstep_descriptor(self._pointer, rank, ctypes.byref(descriptor))
+        what = descriptor.what
+        return CollectiveCall(Operation(what & 0xFF), what >> 8 & 0xFF, what >> 16, descriptor.bytes, descriptor.epoch)
 
 
 def open_shared_memory(
@@ -189,27 +193,26 @@ def open_shared_memory(
     timeout: float,
     slot_bytes: int = SLOT_BYTES,
 ) -> SharedMemoryCollectives:
-    """Meet the other ranks of this host in a new segment.
+    """Rendezvous with the other ranks of this host in a new segment.
 
     Args:
         group: the group's name.
-        rank: this rank; rank 0 makes the segment.
+        rank: this rank; rank 0 creates the segment.
         size: the number of ranks.
-        run_id: carries a live pid; another one for every start.
-        library_dir: where the compiled C library is kept.
-        timeout: seconds to wait for the others, here and in every collective.
+        run_id: contains a live pid; different for every start.
+        library_dir: where compiled C libraries are cached.
+        timeout: seconds to wait for the others at the rendezvous and in every collective.
         slot_bytes: longest chunk, a multiple of 4096.
 
     Raises:
-        NoLibraryError: some rank has no library, on all of them.
-        CollectiveTimeout: some ranks did not come.
-        CollectiveError: no room in /dev/shm, or the run id was used before.
+        NoLibraryError: some rank has no library; raised on all ranks.
+        CollectiveTimeout: some ranks did not join.
+        CollectiveError: not enough space in /dev/shm, or the run id was used before.
     """
     name = segment_name(run_id, group)
     library, reason = None, ""
     try:
-        structs = {"collective_call": ctypes.sizeof(_State), "descriptor": ctypes.sizeof(_Statement)}
-        library = load_library(SOURCE, library_dir, structs=structs)
+        library = load_library(SOURCE, library_dir)
     except NativeBuildError as error:
         reason = str(error)
     if rank == 0:
@@ -234,7 +237,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.lockstep_round.argtypes = (pointer, ctypes.c_uint32)
     library.lockstep_round.restype = ctypes.c_uint64
     library.lockstep_has_left.argtypes = (pointer, ctypes.c_uint32)
-    library.lockstep_descriptor.argtypes = (pointer, ctypes.c_uint32, ctypes.POINTER(_Statement))
+    library.lockstep_descriptor.argtypes = (pointer, ctypes.c_uint32, ctypes.POINTER(_Descriptor))
     library.lockstep_descriptor.restype = None
     library.lockstep_leave.argtypes = (pointer,)
     library.lockstep_leave.restype = None

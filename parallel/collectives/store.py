@@ -1,4 +1,4 @@
-"""The store in which the ranks of a gloo or NCCL group find each other: a file on one host, or a TCP server."""
+"""The rendezvous store of a gloo or NCCL group: a file on one host, or a TCP server."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ LOOPBACK = "127.0.0.1"
 
 
 def open_store(init_method: str, rank: int, size: int, *, prefix: str, same_host: bool, timeout: float) -> Store:
-    """Open the store that ``init_method`` names. Rank 0 serves it where it is a TCP server.
+    """Open the store that ``init_method`` names; rank 0 runs the server of a TCP store.
 
     Args:
         init_method: ``file:///path``, or ``tcp://host:port``.
         rank: this rank.
         size: the number of ranks.
-        prefix: of every key, so that groups and runs do not meet in one store.
-        same_host: keep a TCP server on loopback.
+        prefix: of every key, so that groups and runs can share a store.
+        same_host: bind a TCP server to loopback.
         timeout: seconds to wait for a key.
 
     Raises:
-        ValueError: another kind of address.
-        RuntimeError: the server cannot be reached in time (torch's DistNetworkError), or its port is taken.
+        ValueError: an unsupported address.
+        RuntimeError: the server cannot be reached in time (torch's DistNetworkError), or its port is in use.
     """
     url = urlsplit(init_method)
     wait = timedelta(seconds=timeout)
@@ -44,7 +44,7 @@ def _tcp_store(host: str, port: int, rank: int, size: int, same_host: bool, wait
         return TCPStore(host, port, size, rank == 0, wait, wait_for_workers=False)
     if rank > 0:
         return TCPStore(LOOPBACK, port, size, False, wait, wait_for_workers=False)
-    # Left alone, the server would listen on every interface, whatever the host name.
+    # By default the server listens on every interface, whatever the host name.
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

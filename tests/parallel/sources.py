@@ -1,4 +1,4 @@
-"""Checkpoint tensors for tests, which remember what was read of them."""
+"""Checkpoint tensors for tests, which record their reads."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ class Recorded:
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The same normal numbers on every rank."""
+    """Normal random numbers, the same on every rank."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

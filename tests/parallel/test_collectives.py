@@ -1,4 +1,4 @@
-"""The collectives over real ranks: the bits they give, and what happens when a rank does not play along."""
+"""The collectives over real ranks: the bits of their results, and the errors when a rank is missing or differs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_infinities_nan_overflow_and_subnormals(dtype: str, backend: str) -> Non
     assert run_ranks(special_values, 2, dtype, backend=backend) == [expected] * 2
 
 
-def every_other_operation(group: TensorParallelGroup) -> None:
+def other_operations(group: TensorParallelGroup) -> None:
     rank, size = group.rank, group.size
     for shape in [(2, 3), (0, 3), (40_000,)]:
         for dtype in (torch.int64, torch.int32, torch.bfloat16, torch.bool):
@@ -80,7 +80,7 @@ def every_other_operation(group: TensorParallelGroup) -> None:
                     assert torch.equal(gathered, expected)
                 assert torch.equal(group.broadcast(mine, src=root), expected[root])
             group.barrier()
-    # What is not contiguous, and what needs a gradient.
+    # A tensor that is not contiguous, and one that requires a gradient.
     x = torch.arange(12.0).reshape(3, 4).T.requires_grad_()
     assert torch.equal(group.all_reduce(x.detach()), size * x.detach())
     assert torch.equal(group.broadcast(x, src=0), x)
@@ -89,10 +89,10 @@ def every_other_operation(group: TensorParallelGroup) -> None:
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_gather_broadcast_and_barrier(backend: str, size: int) -> None:
-    run_ranks(every_other_operation, size, backend=backend)
+    run_ranks(other_operations, size, backend=backend)
 
 
-def many_small_ones(group: TensorParallelGroup) -> bool:
+def many_small_sums(group: TensorParallelGroup) -> bool:
     for step in range(2000):
         x = torch.full((1 + step % 5,), float(step + group.rank))
         if group.all_reduce(x)[0].item() != sum(step + rank for rank in range(group.size)):
@@ -101,7 +101,7 @@ def many_small_ones(group: TensorParallelGroup) -> bool:
 
 
 def test_more_ranks_than_cores_make_progress() -> None:
-    assert run_ranks(many_small_ones, 4, backend="shm", timeout=60) == [True] * 4
+    assert run_ranks(many_small_sums, 4, backend="shm", timeout=60) == [True] * 4
 
 
 def message_of(function: Callable[[], object]) -> str:
@@ -149,14 +149,14 @@ def differ(group: TensorParallelGroup, what: str) -> str:
         ("epoch", ["epoch 7", "epoch 8"]),
     ],
 )
-def test_ranks_that_differ_in_anything_are_told(backend: str, what: str, texts: list[str]) -> None:
+def test_a_difference_between_ranks_is_in_the_error(backend: str, what: str, texts: list[str]) -> None:
     for message in run_ranks(differ, 2, what, backend=backend):
         assert message.startswith("CollectiveMismatch")
         assert all(text in message for text in texts)
 
 
 def be_late(group: TensorParallelGroup, folder: str) -> list[str]:
-    """Rank 1 comes only when the others have given up."""
+    """Rank 1 joins only after the others have timed out."""
     done = [Path(folder, f"done-{rank}") for rank in range(group.size)]
     if group.rank == 1:
         while not all(path.exists() for rank, path in enumerate(done) if rank != 1):
@@ -167,17 +167,15 @@ def be_late(group: TensorParallelGroup, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("backend", HOST_BACKENDS)
-def test_a_missing_rank_is_named_in_time_and_the_group_is_over(backend: str, tmp_path: Path) -> None:
-    begin = time.monotonic()
+def test_a_missing_rank_is_named_and_the_group_is_unusable(backend: str, tmp_path: Path) -> None:
     first, late, third = run_ranks(be_late, 3, str(tmp_path), backend=backend, collective_timeout=SHORT)
-    assert time.monotonic() - begin < SHORT + 10
     timed_out = [messages for messages in (first, third) if messages[0].startswith("CollectiveTimeout")]
     assert timed_out, (first, third)
     for messages in timed_out:
         assert "rank 1 did not join all_reduce of 16 bytes of float32" in messages[0]
         assert "collective 1 of group 'tp'" in messages[0]
         assert "0.4 s" in messages[0]
-        assert "was given up after CollectiveTimeout" in messages[1]
+        assert "was aborted after CollectiveTimeout" in messages[1]
     assert late[0].startswith("Collective") and late[1].startswith("Collective")
 
 
@@ -195,16 +193,19 @@ def test_a_killed_rank_ends_the_wait_of_the_others(backend: str) -> None:
     assert outcomes[0].value.startswith("Collective")
 
 
-def leave(group: TensorParallelGroup) -> str:
+def leave(group: TensorParallelGroup) -> list[object]:
     group.barrier()
     if group.rank == 1:
         group.close()
-    return message_of(lambda: group.all_reduce(torch.ones(4))) if group.rank == 0 else "left"
+        return []
+    with pytest.raises(CollectiveError) as caught:
+        group.all_reduce(torch.ones(4))
+    return [type(caught.value).__name__, str(caught.value), *caught.value.missing]
 
 
-def test_a_rank_that_closes_the_group_is_noticed_at_once() -> None:
-    message, _ = run_ranks(leave, 2, backend="shm", collective_timeout=60.0, timeout=20)
-    assert message.startswith("CollectiveError")
+def test_a_rank_that_closes_the_group_ends_the_wait_of_the_others() -> None:
+    (kind, message, missing), _ = run_ranks(leave, 2, backend="shm", collective_timeout=60.0, timeout=20)
+    assert (kind, missing) == ("CollectiveError", 1)
     assert "rank 1 has closed the group" in message
 
 
@@ -239,13 +240,13 @@ def test_without_a_compiler_all_ranks_fall_back_to_gloo_with_a_warning(tmp_path:
     assert "no C compiler (no-such-compiler) on the PATH" in second[2]
 
 
-def test_shared_memory_that_was_asked_for_does_not_fall_back(tmp_path: Path) -> None:
+def test_an_explicit_shm_backend_does_not_fall_back(tmp_path: Path) -> None:
     for kind, text in run_ranks(fall_back, 2, "shm", str(tmp_path), timeout=90):
         assert kind == "NoLibraryError"
         assert "rank 1 has no library" in text
 
 
-def test_who_does_not_come_is_named_and_no_name_is_left(tmp_path: Path) -> None:
+def test_a_missing_rank_at_the_rendezvous_is_named_and_no_segment_is_left(tmp_path: Path) -> None:
     run_id = f"{os.getpid()}-{tmp_path.name}"
     for rank, missing in ((0, 1), (1, 0)):
         with pytest.raises(CollectiveTimeout, match=f"rank {missing} ") as caught:
@@ -254,14 +255,14 @@ def test_who_does_not_come_is_named_and_no_name_is_left(tmp_path: Path) -> None:
         assert not list(Path("/dev/shm").glob(f"*{run_id}*"))
 
 
-def test_gloo_names_who_does_not_come(tmp_path: Path) -> None:
+def test_gloo_names_a_missing_rank_at_the_rendezvous(tmp_path: Path) -> None:
     spec = GroupSpec("tp", 0, 2, f"file://{tmp_path}/store", run_id="1-a", backend="gloo", timeout=SHORT)
-    with pytest.raises(CollectiveTimeout, match="rank 1 of 2 did not come within") as caught:
+    with pytest.raises(CollectiveTimeout, match="rank 1 of 2 did not join within") as caught:
         init_group(spec, torch.device("cpu"))
     assert caught.value.missing == (1,)
 
 
-def test_sums_only_what_it_can_and_roots_only_what_exists() -> None:
+def test_unsupported_dtypes_and_roots_are_refused() -> None:
     for message in run_ranks(refused, 2, backend="shm"):
         assert message == ["all_reduce sums float32, bfloat16, float16", "broadcast with root 2; the ranks are 0 to 1"]
 
@@ -273,10 +274,10 @@ def refused(group: TensorParallelGroup) -> list[str]:
             call()
         except ValueError as error:
             messages.append(str(error).partition("; rank")[0])
-    group.barrier()  # the group is as good as before
+    group.barrier()  # the group is still usable
     return messages
 
 
-def test_errors_are_one_family() -> None:
+def test_errors_share_a_base_class() -> None:
     assert issubclass(CollectiveTimeout, CollectiveError) and issubclass(CollectiveMismatch, CollectiveError)
     assert issubclass(CollectiveError, RuntimeError)

@@ -1,4 +1,4 @@
-"""Embedding and LM head in one process: tying, and who holds which tokens. Over ranks: test_layers_over_ranks.py."""
+"""Embedding and LM head in one process: tying and vocabulary shards. Over ranks: test_layers_over_ranks.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.parallel.unconnected import ConstantCollectives, unconnected_group
 ALONE = single_rank_group(torch.device("cpu"))
 
 
-def test_a_tied_head_follows_the_embedding_through_materialising() -> None:
+def test_a_tied_head_uses_the_materialized_embedding() -> None:
     model = torch.nn.Module()
     with torch.device("meta"):
         model.lm_head = ParallelLMHead(101, 8, group=ALONE)
@@ -37,7 +37,7 @@ def test_tying_to_another_shape_is_refused() -> None:
         head.tie_weights(VocabParallelEmbedding(300, 8, group=second_of_two))
 
 
-def test_an_uneven_vocabulary_is_held_completely_and_alike_by_both_ends() -> None:
+def test_embedding_and_head_have_equal_shards_of_an_uneven_vocabulary() -> None:
     held: list[int] = []
     for rank in range(4):
         embedding = VocabParallelEmbedding(1003, 8, group=unconnected_group(rank, 4))

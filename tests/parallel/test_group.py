@@ -1,4 +1,4 @@
-"""The group in one process: a single rank, the spec's checks, the registry, and the ops as a tracer sees them."""
+"""The group in one process: a single rank, the checks of the spec, the registry, and opcheck of the ops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.parallel.unconnected import ConstantCollectives
 CPU = torch.device("cpu")
 
 
-def test_a_single_rank_exchanges_nothing() -> None:
+def test_a_single_rank_does_not_communicate() -> None:
     group = single_rank_group(CPU)
     x = torch.randn(3, 4)
     assert (group.rank, group.size, group.backend) == (0, 1, "none")
@@ -49,7 +49,7 @@ def test_a_wrong_spec_says_what_is_wrong(changed: dict[str, Any], text: str) -> 
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"backend": "nccl"}, "nccl works between CUDA devices; rank 0 is on cpu"),
+        ({"backend": "nccl"}, "nccl needs CUDA devices, and rank 0 is on cpu"),
         ({"backend": "shm", "same_host": False}, "on one host"),
         ({"backend": "gloo", "init_method": "env://"}, "neither file:///path nor tcp://host:port"),
         ({"backend": "shm", "run_id": "nameless"}, "'<pid>-<anything>'"),

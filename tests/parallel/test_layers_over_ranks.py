@@ -41,8 +41,8 @@ def column_parallel(group: TensorParallelGroup, width: int) -> None:
         local = ColumnParallelLinear(HIDDEN, width, group=group, bias=True)
         whole = ColumnParallelLinear(HIDDEN, width, group=group, bias=True, gather_output=True)
     shard = local.weight_shard.partitions[0].shard
-    y, left_over = filled(local, weight, bias)(x)
-    assert left_over is None
+    y, bias_output = filled(local, weight, bias)(x)
+    assert bias_output is None
     torch.testing.assert_close(y, expected[:, shard.start : shard.stop])
     torch.testing.assert_close(filled(whole, weight, bias)(x)[0], expected)
 

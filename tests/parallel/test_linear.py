@@ -1,4 +1,4 @@
-"""Linear layers in one process: shapes, traps and options. Against nn.Linear over ranks: test_layers_over_ranks.py."""
+"""Linear layers in one process: shapes, options and the quantization seam. Over ranks: test_layers_over_ranks.py."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_two_ranks_hold_half_of_each_weight(rank: int) -> None:
     assert down.weight.shape == (4096, 7168)
 
 
-def test_disable_tp_holds_everything_and_exchanges_nothing() -> None:
-    group = unconnected_group(1, 3)  # an exchange in it would fail
+def test_disable_tp_holds_full_weights_and_runs_no_collective() -> None:
+    group = unconnected_group(1, 3)  # a collective in it would fail
     layers = [
         ColumnParallelLinear(8, 96, group=group, disable_tp=True, gather_output=True),
         MergedColumnParallelLinear(8, [48, 48], group=group, disable_tp=True),

@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def materialized(layer: torch.nn.Module) -> torch.nn.Module:
-    """The layer with memory, filled with NaN, so that what is not loaded shows."""
+    """The layer with memory, filled with NaN, so that unloaded elements are visible."""
     layer.to_empty(device="cpu")
     for parameter in layer.parameters():
         parameter.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""What each kind of device promises."""
+"""The platform of each kind of device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_attention_is_an_opaque_op_on_cpu_and_cuda_only(platform: type[Platform]
     assert platform().opaque_attention_op() is opaque
 
 
-def test_detects_what_torch_can_use_and_remembers_it() -> None:
+def test_the_detected_platform_is_cached() -> None:
     assert detect_platform() is detect_platform()
     assert detect_platform().device_type == ("cuda" if torch.cuda.is_available() else "cpu")
 

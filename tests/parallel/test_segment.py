@@ -1,4 +1,4 @@
-"""The shared-memory segment: its name, the room it needs, and the sweeping of what dead runs left."""
+"""The shared-memory segment: its name, its size, the rendezvous, and the removal of stale segments."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_a_run_id_without_a_pid_is_refused(run_id: str) -> None:
         segment_name(run_id, "tp")
 
 
-def test_ranks_meet_whoever_comes_first_and_the_name_goes(tmp_path: Path) -> None:
+def test_rendezvous_in_any_order_removes_the_name(tmp_path: Path) -> None:
     folder = str(tmp_path)
 
-    def come(rank: int) -> tuple[Vote, ...]:
+    def join(rank: int) -> tuple[Vote, ...]:
         if rank == 0:
             segment = create_segment("lockstep-1-a", 3, SLOT, folder)
         else:
@@ -56,7 +56,7 @@ def test_ranks_meet_whoever_comes_first_and_the_name_goes(tmp_path: Path) -> Non
         return votes
 
     with ThreadPoolExecutor(3) as threads:
-        votes = list(threads.map(come, [2, 1, 0]))
+        votes = list(threads.map(join, [2, 1, 0]))
     assert votes == [(Vote.READY, Vote.READY, Vote.NO_LIBRARY)] * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_a_segment_for_another_number_of_ranks_is_refused(tmp_path: Path) -> Non
     segment.close()
 
 
-def test_no_room_says_need_and_have(tmp_path: Path) -> None:
+def test_too_little_space_names_needed_and_free_bytes(tmp_path: Path) -> None:
     huge = 2**44
     with pytest.raises(CollectiveError) as caught:
         create_segment("lockstep-1-a", 2, huge, str(tmp_path))
@@ -85,7 +85,7 @@ def test_no_room_says_need_and_have(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweeps_only_names_of_dead_pids(tmp_path: Path, dead_pid: int) -> None:
+def test_only_names_of_dead_pids_are_removed(tmp_path: Path, dead_pid: int) -> None:
     stale = [f"lockstep-{dead_pid}-a-tp", f"lockstep-{dead_pid}-a-tp.new"]
     kept = [f"lockstep-{os.getpid()}-a-tp", "lockstep-1-a-tp", f"other-{dead_pid}-a", "lockstep-nopid-a"]
     for name in stale + kept:
@@ -95,7 +95,7 @@ def test_sweeps_only_names_of_dead_pids(tmp_path: Path, dead_pid: int) -> None:
     assert remove_stale_segments(str(tmp_path)) == []
 
 
-def test_does_not_sweep_what_a_living_process_holds(tmp_path: Path, dead_pid: int) -> None:
+def test_a_locked_segment_is_not_removed(tmp_path: Path, dead_pid: int) -> None:
     # Its pid may be alive in another container that shares /dev/shm.
     path = tmp_path / f"lockstep-{dead_pid}-a-tp"
     with path.open("w") as held:
@@ -104,5 +104,5 @@ def test_does_not_sweep_what_a_living_process_holds(tmp_path: Path, dead_pid: in
     assert remove_stale_segments(str(tmp_path)) == [path.name]
 
 
-def test_a_missing_folder_has_nothing_to_sweep(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_stale_segments(tmp_path: Path) -> None:
     assert remove_stale_segments(str(tmp_path / "none")) == []

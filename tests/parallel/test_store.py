@@ -16,11 +16,11 @@ def test_a_tcp_store_of_one_host_listens_on_loopback_only() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
 
-    def come(rank: int) -> object:
+    def join(rank: int) -> object:
         return open_store(f"tcp://localhost:{port}", rank, 2, prefix="a", same_host=True, timeout=20.0)
 
     with ThreadPoolExecutor(2) as threads:
-        served, joined = threads.map(come, [0, 1])
+        served, joined = threads.map(join, [0, 1])
     joined.set("key", "value")
     assert served.get("key") == b"value"
     listening = [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
@@ -28,7 +28,7 @@ def test_a_tcp_store_of_one_host_listens_on_loopback_only() -> None:
     assert not {"0.0.0.0", "::"} & set(listening)
 
 
-def test_a_taken_port_is_named() -> None:
+def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""Rotary position embedding: a table of cosines and sines, and the rotation of a head's two halves by them."""
+"""Rotary position embedding: the table of cosines and sines, and the rotation of heads by it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["RotaryEmbedding", "inverse_frequencies", "rotary_embedding", "rotate
 
 
 class RotaryEmbedding(nn.Module):
-    """Looks up the rotation of each position; one serves all layers of a model.
+    """Looks up the rotation of each position; layers with equal configurations share one.
 
-    The table is fp32 and not a parameter: like one it is empty on the meta device, and :meth:`fill_buffers` computes it
-    when the weights come.
+    The fp32 table is a buffer: it has no memory on the meta device, and :meth:`fill_buffers` computes it when the
+    weights are loaded.
 
     Args:
-        config: base, and how angles are scaled.
+        config: base and scaling of the angles.
         head_dim: size of a head, even.
-        max_positions: positions 0 to this (excluded) can be asked for.
+        max_positions: positions are 0 to this, excluded.
         dtype: of the result.
     """
 
@@ -37,7 +37,7 @@ class RotaryEmbedding(nn.Module):
 
     def fill_buffers(self, device: torch.device) -> None:
         """Compute the table on ``device``: [max_positions, head_dim], cosines in the first half, then sines."""
-        # Always on the CPU: another device's pow or cos may differ in the last bit, and ranks must not.
+        # Always on the CPU: pow and cos of another device may differ in the last bit, and ranks must agree.
         positions = torch.arange(self.max_positions, dtype=torch.float32, device="cpu")
         angles = positions[:, None] * inverse_frequencies(self.config, self.head_dim)
         self.table = torch.cat((angles.cos(), angles.sin()), dim=-1).to(device)
@@ -52,7 +52,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair, fp32 [head_dim / 2].
 
     Raises:
-        ValueError: a kind of scaling that is not known here.
+        ValueError: an unknown kind of scaling.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / (config.theta**exponents)
@@ -62,13 +62,14 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
         return plain / config.factor
     if config.kind == "llama3":
         return _llama3_scaled(plain, config)
-    raise ValueError(f"rope kind {config.kind!r} is unknown; there are default, linear, llama3")
+    raise ValueError(f"rope kind {config.kind!r} is unknown; supported: default, linear, llama3")
 
 
 def _llama3_scaled(plain: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Keep the pairs that turn often within the original context, slow those that hardly turn by ``factor``.
+    """Llama 3.1 scaling by the number of turns that a pair makes within the original context.
 
-    Those between are a mixture, linear in the number of turns.
+    Pairs with many turns keep their frequency, those with few are divided by ``factor``, and those between are
+    interpolated linearly in the number of turns.
     """
     wavelengths = 2 * math.pi / plain
     turns = config.original_max_position_embeddings / wavelengths

@@ -1,4 +1,4 @@
-"""The MLP: every option honoured, at every TP size equal to three nn.Linear, and the worked sizes of an 8B Llama."""
+"""The MLP: its options, equality with three nn.Linear at every TP size, and the sizes of an 8B Llama."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_partial_sums_add_up_without_reduction(bias: bool) -> None:
     assert not torch.allclose(parts[0], expected, atol=1e-2)
 
 
-def test_disable_tp_computes_everything_everywhere() -> None:
+def test_disable_tp_computes_the_full_output_on_every_rank() -> None:
     expected = expected_output(make_input(), True)
     for result in run_ranks(run_mlp, 2, True, {"disable_tp": True}):
         assert result["gate_up_columns"] == 2 * INTERMEDIATE
@@ -118,7 +118,7 @@ def shapes_on_meta(group: TensorParallelGroup) -> dict[str, list[int]]:
     }  # fmt: skip
 
 
-def test_worked_sizes_of_an_8b_llama() -> None:
+def test_sizes_of_an_8b_llama() -> None:
     found = shapes_on_meta(single_rank_group(CPU))
     assert (found["gate_up"], found["activated"], found["output"]) == ([256, 28672], [256, 14336], [256, 4096])
     assert (found["gate_up_proj.weight"], found["down_proj.weight"]) == ([28672, 4096], [4096, 14336])
@@ -142,7 +142,7 @@ def test_other_activation_is_refused_by_name() -> None:
 
 
 class HalvingMethod(UnquantizedLinearMethod):
-    """Stands for a quantized linear: its input is twice the activation, which its product halves again."""
+    """A stand-in for a quantized method: its input is twice the activation, and its product halves it again."""
 
     def apply(
         self,

@@ -50,5 +50,5 @@ def test_llama3_slows_only_slow_pairs() -> None:
 
 
 def test_unknown_kind() -> None:
-    with pytest.raises(ValueError, match="'yarn' is unknown; there are default, linear, llama3"):
+    with pytest.raises(ValueError, match="'yarn' is unknown; supported: default, linear, llama3"):
         inverse_frequencies(RopeConfig(kind="yarn"), 32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from parallel.group import TensorParallelGroup, single_rank_group
-from parallel.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.linear_method import LinearMethod, UnquantizedLinearMethod
 from parallel.parameter import (
     PER_CHANNEL,
@@ -48,9 +47,8 @@ class OnePlusNorm(ParallelModule):
     def __init__(self, size: int, eps: float, prefix: str) -> None:
         super().__init__(prefix)
         self.eps = eps
-        self.add_parameter(
-            "weight", ParameterLoader(self, "weight", replicated_vector(size), PER_CHANNEL), torch.float32
-        )
+        loader = ParameterLoader(self, "weight", replicated_vector(size), PER_CHANNEL)
+        self.add_parameter("weight", loader, torch.float32)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         total = x if residual is None else x + residual
@@ -196,10 +194,6 @@ class GroupedConfig:
         return GroupedMethod(Layout(self.output_multiple, self.input_multiple))
 
 
-def linears(model: nn.Module) -> Iterator[tuple[str, LinearBase]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LinearBase))
-
-
 def test_the_quantization_config_reaches_every_layer() -> None:
     config = GroupedConfig(1, 1)
     build_model(CONFIG, group=single_rank_group(CPU), dtype=torch.float32, quant_config=config)
@@ -222,13 +216,12 @@ def test_shards_keep_quantization_groups_from_one_layer_to_the_next(tp_size: int
         model = build_model(
             config, group=unconnected_group(rank, tp_size), dtype=torch.float32, quant_config=GroupedConfig(*multiples)
         )
-        for layer in model.model.layers:
+        layers: Any = model.model.layers
+        for layer in layers:
             gate, up = layer.mlp.gate_up_proj.weight_shard.partitions
             assert gate.shard == up.shard == layer.mlp.down_proj.weight_shard.input_shard
-            assert (
-                layer.self_attn.qkv_proj.weight_shard.partitions[0].shard
-                == layer.self_attn.o_proj.weight_shard.input_shard
-            )
+            query = layer.self_attn.qkv_proj.weight_shard.partitions[0]
+            assert query.shard == layer.self_attn.o_proj.weight_shard.input_shard
 
 
 def test_a_model_whose_groups_do_not_fit_the_ranks_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Every architecture equals transformers, at every TP size, however a sequence is divided over steps."""
+"""Every architecture equals transformers at every TP size and with every division of a sequence into steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_window_is_smaller_than_the_prompts(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_bfloat16_is_as_near_to_the_truth_as_transformers(kind: str) -> None:
+def test_bfloat16_error_is_that_of_transformers(kind: str) -> None:
     stored = tiny_checkpoint(kind, dtype="bfloat16")
     found = ModelHarness(stored, single_rank_group(CPU)).step([(0, SEQUENCES[0])])
     theirs = reference_logits(stored, SEQUENCES[0]).float()

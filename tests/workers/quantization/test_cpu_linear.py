@@ -1,4 +1,4 @@
-"""The ways a linear layer is computed on a CPU, against F.linear in double precision and against each other."""
+"""The implementations of cpu_linear, against F.linear in double precision and against each other."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_blocks_equal_f_linear_but_for_rounding(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_depend_neither_on_company_nor_on_threads(
+def test_bits_depend_neither_on_the_batch_nor_on_threads(
     native: None, restored_threads: None, library_dir: str, dtype: torch.dtype
 ) -> None:
     x, weight = random(107, 1100, seed=1, dtype=dtype), random(301, 1100, seed=2, dtype=dtype)
@@ -97,7 +97,7 @@ def test_tensors_that_are_views(native: None) -> None:
     check(x, weight[::2, 7:24], None, torch.float32)
 
 
-def test_the_kernel_leaves_to_f_linear_what_it_does_not_know(native: None) -> None:
+def test_unsupported_tensors_fall_back_to_f_linear(native: None) -> None:
     x, weight = random(3, 8, seed=1), random(5, 8, seed=2)
     check(x.t().contiguous().t(), weight.t().contiguous().t(), None)
     check(x.double(), weight.double(), None)

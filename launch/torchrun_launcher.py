@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import time
-from typing import Any
+from dataclasses import dataclass
 
 from launch.accept import accept_ranks
 from launch.environment import torchrun_ranks
@@ -74,6 +74,15 @@ class AgentRank:
         self._control.close()
 
 
+@dataclass(frozen=True)
+class _Agent:
+    """An agent's control channel and its host."""
+
+    control: Channel
+    host: str
+    host_id: str
+
+
 class TorchrunLauncher:
     """Rank 0 as a child process, the others under agents. Implements ``runtime.executor.launcher.Launcher``."""
 
@@ -119,13 +128,11 @@ class TorchrunLauncher:
         finally:
             listener.close()
 
-    def _accept_agents(
-        self, listener: ChannelListener, secret: bytes, size: int, deadline: float
-    ) -> dict[int, tuple[Channel, dict[str, Any]]]:
-        """Publish the listener's address; returns each agent's control channel and host facts, by rank."""
+    def _accept_agents(self, listener: ChannelListener, secret: bytes, size: int, deadline: float) -> dict[int, _Agent]:
+        """Publish the listener's address; returns the agents that connect, by rank."""
         rendezvous = open_rendezvous(self._ranks)
         rendezvous.publish(DRIVER, pack(["driver", listener.address, secret]))
-        agents: dict[int, tuple[Channel, dict[str, Any]]] = {}
+        agents: dict[int, _Agent] = {}
         while len(agents) < size - 1:
             missing = sorted(set(range(1, size)) - set(agents))
             try:
@@ -136,7 +143,7 @@ class TorchrunLauncher:
                     f"torchrun processes {missing} did not report in time (--spawn-timeout); were they all started "
                     "with `-m launch.spmd` and the same arguments?"
                 ) from None
-            agents[int(rank)] = (control, facts)
+            agents[int(rank)] = _Agent(control, str(facts["host"]), str(facts["host_id"]))
         return agents
 
     def _start_ranks(
@@ -145,10 +152,10 @@ class TorchrunLauncher:
         model: ModelConfig,
         listener: ChannelListener,
         secret: bytes,
-        agents: dict[int, tuple[Channel, dict[str, Any]]],
+        agents: dict[int, _Agent],
         deadline: float,
     ) -> list[StartedRank]:
-        hosts = [host_identity(), *(agents[rank][1]["host_id"] for rank in range(1, len(agents) + 1))]
+        hosts = [host_identity(), *(agents[rank].host_id for rank in range(1, len(agents) + 1))]
         handles: list[RankHandle] = []
         try:
             for spec in make_rank_specs(config, model, hosts, listener.address, secret):
@@ -157,9 +164,9 @@ class TorchrunLauncher:
                     pair.close()
                     handles.append(process)
                 else:
-                    control, facts = agents[spec.rank]
-                    control.send(spec.pack())
-                    handles.append(AgentRank(spec.rank, str(facts["host"]), control))
+                    agent = agents[spec.rank]
+                    agent.control.send(spec.pack())
+                    handles.append(AgentRank(spec.rank, agent.host, agent.control))
             channels = accept_ranks(listener, handles, deadline)
         except BaseException:
             for handle in handles:

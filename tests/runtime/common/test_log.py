@@ -1,4 +1,4 @@
-"""Log lines: whose they are, where they go, and how they look on a terminal and elsewhere."""
+"""Log lines: their source, their stream, and their format on a terminal and elsewhere."""
 
 from __future__ import annotations
 

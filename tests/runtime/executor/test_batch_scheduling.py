@@ -1,4 +1,4 @@
-"""A thread gives way while it waits for the ranks, and is what it was before and after."""
+"""SchedBatchContext: SCHED_BATCH within the block, for the calling thread only, and the old policy afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.executor.batch_scheduling import SchedBatchContext
 NORMAL, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
 
-def test_it_lasts_as_long_as_the_block_and_for_that_thread_alone():
+def test_the_policy_lasts_for_the_block_and_the_thread():
     def body() -> None:
         batch = SchedBatchContext()
         for _ in range(2):
@@ -27,7 +27,7 @@ def test_it_lasts_as_long_as_the_block_and_for_that_thread_alone():
             _ = 1 // 0
         assert os.sched_getscheduler(0) == NORMAL
 
-    with ThreadPoolExecutor(1) as pool:  # A thread of its own, whose policy dies with it.
+    with ThreadPoolExecutor(1) as pool:  # A thread of its own, so that a failure leaves no policy behind.
         pool.submit(body).result(20.0)
 
 
@@ -41,19 +41,19 @@ def test_a_thread_with_a_policy_of_its_own_keeps_it(policy: int):
             assert os.sched_getscheduler(0) == {policy}
         assert os.sched_getscheduler(0) == {policy}
     """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)  # SCHED_IDLE cannot be left again.
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)  # SCHED_IDLE is irreversible.
 
 
-def test_where_the_kernel_refuses_nothing_changes_and_it_is_not_asked_again(monkeypatch):
-    asked: list[int] = []
+def test_a_refusal_of_the_kernel_changes_nothing_and_is_remembered(monkeypatch):
+    tried: list[int] = []
 
     def refuse(pid: int, policy: int, param: os.sched_param) -> None:
-        asked.append(policy)
-        raise OSError(errno.EINVAL, "this kernel knows one policy")
+        tried.append(policy)
+        raise OSError(errno.EINVAL, "refused")
 
     monkeypatch.setattr(os, "sched_setscheduler", refuse)
     batch = SchedBatchContext()
     for _ in range(3):
         with batch:
             assert os.sched_getscheduler(0) == NORMAL
-    assert asked == [BATCH]
+    assert tried == [BATCH]

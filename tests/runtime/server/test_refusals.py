@@ -76,6 +76,9 @@ def test_openai_client_raises_its_own_errors(server: Running) -> None:
         with pytest.raises(openai.BadRequestError, match="temperature is 101") as caught:
             client.completions.create(model="tiny", prompt="x", temperature=101)
         assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
+        with pytest.raises(openai.BadRequestError, match="min_tokens 9 is more than max_tokens 8") as caught:
+            client.completions.create(model="tiny", prompt="x", max_tokens=8, extra_body={"min_tokens": 9})
+        assert (caught.value.param, caught.value.code) == ("min_tokens", "invalid_value")
         with pytest.raises(openai.NotFoundError, match="'gpt' does not exist; there is tiny") as missing:
             client.completions.create(model="gpt", prompt="x")
         assert missing.value.code == "model_not_found"

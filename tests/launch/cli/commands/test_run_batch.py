@@ -256,6 +256,13 @@ def test_ctrl_c_leaves_no_output(llm: type[FakeAsyncLLM], batch: Batch, monkeypa
     assert llm.made[0].bench.executor.closed
 
 
+def test_missing_extra_is_one_line(llm: type[FakeAsyncLLM], batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, lines, err = batch(completion("a"))
+    assert (code, lines, llm.made) == (2, [], [])
+    assert err == "lockstep run-batch: run-batch needs pydantic; install with: pip install 'lockstep[serve]'\n"
+
+
 def test_requests_from_standard_input(llm: type[FakeAsyncLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = b"\xef\xbb\xbf" + json.dumps(completion("a")).encode() + b"\r\n\r\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))

@@ -116,8 +116,7 @@ TokenIdText = Annotated[
 Bias = Annotated[float, Field(ge=LOGIT_BIAS_BOUNDS[0], le=LOGIT_BIAS_BOUNDS[1], allow_inf_nan=False)]
 
 Stop = Annotated[
-    Annotated[StopString, Tag("text")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag("list")],
+    Annotated[StopString, Tag("text")] | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS), Tag("list")],
     by_kind(_text_or_list, f"a text, or a list of at most {MAX_STOP_STRINGS}"),
 ]
 
@@ -153,9 +152,7 @@ class StructuredOutputsField(StrictModel):
     json_object: bool | None = None
     regex: GrammarText | None = None
     grammar: GrammarText | None = None
-    choice: (
-        Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES, fail_fast=True)] | None
-    ) = None
+    choice: Annotated[list[GrammarText], Field(min_length=1, max_length=MAX_STRUCTURED_CHOICES)] | None = None
 
 
 class PlainFormat(StrictModel):
@@ -210,7 +207,7 @@ class GenerationBody(RequestBody):
     repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = _described("repetition_penalty")
     min_tokens: Annotated[int, _bounds("min_tokens")] | None = _described("min_tokens")
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True), WholeList] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), WholeList] | None = None
     structured_outputs: StructuredOutputsField | None = None
     prompt_logprobs: Annotated[int, _bounds("prompt_logprobs")] | None = _described("prompt_logprobs")
     priority: Annotated[int, Bounded(-MAX_PRIORITY, MAX_PRIORITY)] | None = Field(
@@ -288,7 +285,7 @@ class Message(StrictModel):
         | None
     ) = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Name | None = None
 
 
@@ -316,7 +313,7 @@ Messages = Annotated[
     list[Annotated[dict[str, Any], Validated(Message)]],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
 ]
-Tools = Annotated[list[Annotated[dict[str, Any], Validated(Tool)]], Field(max_length=MAX_TOOLS, fail_fast=True)]
+Tools = Annotated[list[Annotated[dict[str, Any], Validated(Tool)]], Field(max_length=MAX_TOOLS)]
 
 
 class ChatCompletionRequest(GenerationBody):

@@ -188,8 +188,7 @@ def _path(loc: tuple[int | str, ...], body: Any, *, keep_last: bool) -> str:
             path, value = f"{path}.{part}" if path else str(part), cast("dict[Any, Any]", value)[part]
         elif keep_last and position == len(loc) - 1:
             path = f"{path}.{part}" if path else str(part)
-    # A lone surrogate could not be sent.
-    return path[:MAX_PARAM_CHARACTERS].encode("utf-8", "replace").decode()
+    return path[:MAX_PARAM_CHARACTERS]
 
 
 def _describe(model: type[BaseModel], error: ErrorDetails, path: str) -> tuple[str, str]:

@@ -136,6 +136,14 @@ def test_echo_scores_the_prompt(server: Running, stream: bool, max_tokens: int, 
     assert server.complete([97, 98], echo=True, max_tokens=0).json["choices"][0]["text"] == "ab"
 
 
+@pytest.mark.parametrize(("prompt_logprobs", "count"), [(None, 2), (0, 2), (3, 3)])
+def test_echo_scores_the_prompt_with_the_larger_number_of_logprobs(
+    server: Running, prompt_logprobs: int | None, count: int
+) -> None:
+    assert server.complete("ab", echo=True, logprobs=2, prompt_logprobs=prompt_logprobs, max_tokens=1).status == 200
+    assert sampling(server).prompt_logprobs == count
+
+
 def test_prompt_logprobs_as_vllm_gives_them(server: Running) -> None:
     (choice,) = server.complete("abc", prompt_logprobs=1, max_tokens=1).json["choices"]
     first, *others = choice["prompt_logprobs"]

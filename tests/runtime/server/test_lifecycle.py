@@ -25,20 +25,24 @@ def counter(server: Running, name: str) -> Any:
 # ---- clients
 
 
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "cd"]])
 @pytest.mark.parametrize("stream", [True, False])
-def test_disconnect_aborts_the_request_and_frees_its_blocks(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnect_aborts_the_request_and_frees_its_blocks(
+    stream: bool, prompt: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "lockstep")
     with running() as server:
         permits = server.executor.permits = threading.Semaphore(0)
-        client = server.open_stream(max_tokens=398, n=2, stream=stream)
-        permits.release(3)
-        wait_until(lambda: counter(server, "generated_tokens") >= 2)
+        num_samples = 2 if prompt == "ab" else 4
+        client = server.open_stream(prompt=prompt, max_tokens=398, n=2, stream=stream)
+        permits.release(8)
+        wait_until(lambda: counter(server, "num_running") == num_samples)
         assert counter(server, "kv_usage") > 0
         client.close()
         wait_until(lambda: server.state.in_flight.num_active == 0)
         permits.release(3)  # Steps in flight are collected first.
         wait_until(lambda: counter(server, "kv_usage") == 0)
-        assert counter(server, "finished")["abort"] == 2
+        wait_until(lambda: counter(server, "finished")["abort"] == num_samples)
         wait_until(lambda: "POST /v1/completions gone " in caplog.text)
         permits.release(1000)
         assert server.complete(max_tokens=5).status == 200

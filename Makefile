@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lockstep-setup
+C_SOURCES := $(wildcard workers/kernels/csrc/*.[ch] parallel/include/*.h parallel/collectives/*.c)
 SOURCES := lockstep.py launch runtime workers parallel benchmarks tests tools
 
 .PHONY: help setup demo test check format clean
@@ -14,7 +15,7 @@ help:
 	@echo "make demo    set up, then generate with the demo model over Ray on two ranks"
 	@echo "make test    set up, then run the tests"
 	@echo "make check   set up, then format, lint, types and import rules"
-	@echo "make format  let ruff rewrite what it can"
+	@echo "make format  let ruff and clang-format rewrite what they can"
 	@echo "make setup   only set up ($(VENV))"
 	@echo "make clean   remove $(VENV) and what tools left behind"
 
@@ -45,12 +46,14 @@ test: setup
 
 check: setup
 	"$(BIN)/ruff" format --check $(SOURCES)
+	"$(BIN)/clang-format" --dry-run --Werror $(C_SOURCES)
 	"$(BIN)/ruff" check $(SOURCES)
 	"$(BIN)/pyright"
 	"$(BIN)/lint-imports"
 
 format: setup
 	"$(BIN)/ruff" format $(SOURCES)
+	"$(BIN)/clang-format" -i $(C_SOURCES)
 	"$(BIN)/ruff" check --fix $(SOURCES)
 
 clean:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel import toolchain
-from parallel.toolchain import NativeBuildError, load_library
+from parallel.toolchain import NativeBuildError, StructSizeError, load_library
 
 
 @pytest.fixture
@@ -143,3 +143,13 @@ def test_what_is_missing_is_said(source: Path, cache: Path, monkeypatch: pytest.
     monkeypatch.setattr(toolchain, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(NativeBuildError, match="no C compiler"):
         load_library(source, str(cache))
+
+
+def test_a_struct_of_another_size_is_refused(source: Path, cache: Path) -> None:
+    """A field added in C only, or in Python only, would be read as garbage."""
+    source.write_text('#include "shared_struct.h"\ntypedef struct { long a, b; } numbers;\nEXPORT_SIZE(numbers);\n')
+    load_library(source, str(cache), structs={"numbers": 16})
+    with pytest.raises(StructSizeError, match=r"struct 'numbers' has 16 bytes in answer\.c and 24 in Python"):
+        load_library(source, str(cache), structs={"numbers": 24})
+    with pytest.raises(StructSizeError, match=r"answer\.c exports no size of its struct 'others'"):
+        load_library(source, str(cache), structs={"others": 16})

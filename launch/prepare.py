@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment, torchrun_ranks
+from launch.hub import download_model, is_hub_name
 from launch.local import LocalLauncher
 from launch.progress import Progress
 from parallel.shard import ShardError, check_tp_size
@@ -26,10 +27,18 @@ DEMO = "demo"
 
 
 def find_model(model: str, cache_dir: Path, progress: Progress) -> str:
-    """The checkpoint folder of MODEL; the demo model is downloaded and converted on first use."""
+    """The checkpoint folder of MODEL. The demo model and hub models are downloaded on first use.
+
+    Raises:
+        HubError: a hub model is not available.
+        DemoModelError: the demo model could not be made.
+    """
     if model == DEMO and not os.path.isdir(model):
         return str(ensure_demo_model(cache_dir, progress))
-    return os.path.abspath(os.path.expanduser(model))
+    folder = os.path.abspath(os.path.expanduser(model))
+    if not os.path.exists(folder) and is_hub_name(model):
+        return str(download_model(model, progress))
+    return folder
 
 
 def prepare(asked: EngineConfig, folder: str, model: ModelConfig) -> tuple[EngineConfig, Launcher]:

@@ -27,7 +27,7 @@ from runtime.common.model_config import load_model_config
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
-from runtime.engine.request import RequestOutput
+from runtime.engine.request import GenerateRequest, RequestOutput
 from runtime.executor.startup import StartupReport
 from runtime.executor.supervisor import Supervisor
 from runtime.text.tokenizer import Tokenizer
@@ -204,7 +204,8 @@ class LLM(_WorkerGroupOwner):
             for index, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
                 try:
                     token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-                    req_ids.append(self.engine.add(self.engine.limits.check(token_ids, prompt_params), final_only=True))
+                    request = GenerateRequest(token_ids, prompt_params, final_only=True)
+                    req_ids.append(self.engine.add(request))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}") from None
         except BaseException:
@@ -294,9 +295,15 @@ class AsyncLLM(_WorkerGroupOwner):
         self._check_open()
         text = prompt if isinstance(prompt, str) else None
         token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt) if isinstance(prompt, str) else prompt
-        outputs = self.engine.generate(
-            token_ids, params, request_id=request_id, prompt=text, priority=priority, cache_salt=cache_salt
+        request = GenerateRequest(
+            token_ids,
+            params or SamplingParams(),
+            prompt=text,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
         )
+        outputs = self.engine.generate(request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -315,9 +322,15 @@ class AsyncLLM(_WorkerGroupOwner):
         text = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
         # The template's text includes the special tokens.
         token_ids = await asyncio.to_thread(self.tokenizer.encode, text, False)
-        outputs = self.engine.generate(
-            token_ids, params, request_id=request_id, prompt=text, priority=priority, cache_salt=cache_salt
+        request = GenerateRequest(
+            token_ids,
+            params or SamplingParams(),
+            prompt=text,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
         )
+        outputs = self.engine.generate(request)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output

@@ -1,151 +1,138 @@
-"""A prompt while the engine works on it: its samples, what they have produced, and how much of that was reported.
+"""Output processor: finishes sequences, detokenizes, and builds request outputs.
 
-Tokens come in two halves, so that making text never keeps the next plan waiting: ``SampleState.take`` adds a token and
-says whether its id ends the sample, ``SampleState.read`` later makes text of what was taken and searches stop strings.
-Which of them is called when, and what ending a sample means for others, is ``engine.py``'s.
+Tokens are processed in two phases, so that detokenization never delays the next plan: ``apply_token`` finishes the
+sequence by token id or length; ``make_output`` later detokenizes what was appended and searches stop strings.
+``engine.py`` decides the order, and removes finished sequences from the scheduler.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Set
-from dataclasses import dataclass, field
 
 from runtime.common.protocol import PromptLogprobs, SampledToken
-from runtime.engine.request import CompletionOutput, Request, RequestOutput, RequestTimes, TokenLogprob, Transcript
-from runtime.text.tokenizer import TextStream, Tokenizer
+from runtime.engine.request import (
+    CompletionOutput,
+    RequestOutput,
+    RequestState,
+    RequestTimes,
+    SequenceState,
+    TokenLogprob,
+)
+from runtime.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
+
+log = logging.getLogger("lockstep")
 
 
-@dataclass(eq=False, slots=True)
-class SampleState:
-    """One sample of a prompt.
+class OutputProcessor:
+    """Turns sampled tokens into outputs.
 
-    Attributes:
-        request: the scheduler's record of it.
-        finish_reason: why it has ended; None while it goes on.
-        closed: whether its end is complete: all its text is made, and it was counted.
+    Args:
+        tokenizer: None: outputs have token ids and no text.
+        eos_token_ids: tokens that finish a sequence unless it ignores them.
     """
 
-    index: int
-    request: Request
-    transcript: Transcript
-    finish_reason: str | None = None
-    error: str = ""
-    closed: bool = False
-    _stream: TextStream | None = None
-    _num_read: int = 0
-    _num_silent: int = 0  # Tokens at the end that are not part of the text: the one that stopped it.
-    _reported_tokens: int = 0
-    _reported_texts: int = 0
+    def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Set[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
 
-    def take(self, token: SampledToken, eos_token_ids: Set[int]) -> str | None:
-        """Add a new token; gives why the sample ends with it, or None if it goes on."""
+    def apply_token(self, sequence: SequenceState, token: SampledToken) -> None:
+        """Record the logprob of a token that the scheduler appended, and finish the sequence if the token does."""
         if token.error:
-            self.end("error", token.error)
-            return self.finish_reason
-        token_id, params = token.token_id, self.request.sampling
-        transcript = self.transcript
-        transcript.token_ids.append(token_id)
-        if transcript.logprobs is not None:
-            # A worker always reports what it was asked for; a list with a gap would shift everything after it.
-            logprob = float("nan") if token.logprob is None else token.logprob
-            transcript.logprobs.append(TokenLogprob(token_id, logprob, token.top_logprobs))
-        num_output = len(transcript.token_ids)
-        # What has to match a grammar is complete where the grammar allows nothing but an end.
-        heeds_eos = not params.ignore_eos or params.structured_outputs is not None
-        ends = (heeds_eos and token_id in eos_token_ids) or token_id in params.stop_token_ids
-        if ends and num_output > params.min_tokens:
-            self._num_silent = 1
-            self.end("stop")
-        elif num_output >= params.max_tokens:
-            self.end("length")
-        return self.finish_reason
-
-    def end(self, reason: str, error: str = "") -> None:
-        """Say why the sample has ended. Its text may still be incomplete."""
-        self.finish_reason = reason
-        self.error = error
-
-    def read(self, tokenizer: Tokenizer | None, prompt_token_ids: tuple[int, ...]) -> None:
-        """Make text of the tokens taken since, all of it if the sample has ended; a stop string ends the sample."""
-        if tokenizer is None:
+            sequence.finish("error", token.error)
             return
-        params, token_ids = self.request.sampling, self.transcript.token_ids
-        stream = self._stream
-        if stream is None:
-            stream = self._stream = TextStream(tokenizer, prompt_token_ids, params.stop)
-        end = len(token_ids) - self._num_silent
-        if params.stop:
-            for position in range(self._num_read, end):
-                may_stop = position + 1 > params.min_tokens
-                self.transcript.add_text(stream.append(token_ids[position], may_stop=may_stop))
-        else:
-            self.transcript.add_text(stream.extend(token_ids[self._num_read : end]))
-        self._num_read = len(token_ids)
-        if self.finish_reason is not None:
-            self.transcript.add_text(stream.finish())
-        if stream.stopped and self.finish_reason in (None, "length"):
-            self.end("stop")
+        token_id, params, output = token.token_id, sequence.sampling, sequence.output
+        if output.logprobs is not None:
+            # A rank always reports what was requested; a list with a gap would shift every later entry.
+            logprob = float("nan") if token.logprob is None else token.logprob
+            output.logprobs.append(TokenLogprob(token_id, logprob, token.top_logprobs))
+        num_output = len(output.token_ids)
+        # With structured outputs, the grammar permits an end-of-sequence token only where the output is complete.
+        heeds_eos = not params.ignore_eos or params.structured_outputs is not None
+        stops = (heeds_eos and token_id in self._eos_token_ids) or token_id in params.stop_token_ids
+        if stops and num_output > params.min_tokens:
+            sequence.num_hidden = 1
+            sequence.finish("stop")
+        elif num_output >= params.max_tokens:
+            sequence.finish("length")
 
-    def output(self) -> CompletionOutput:
-        """The sample as it is now; what is new since the last call counts as new."""
-        transcript = self.transcript
-        old_tokens, old_texts = self._reported_tokens, self._reported_texts
-        self._reported_tokens = len(transcript.token_ids)
-        self._reported_texts = len(transcript.texts)
-        return CompletionOutput(
-            self.index,
-            transcript,
-            self._reported_tokens,
-            self._reported_texts,
-            self.finish_reason,
-            self.error,
-            old_tokens,
-            old_texts,
-        )
+    def append_prompt_logprobs(self, state: RequestState, part: PromptLogprobs) -> None:
+        """Append the entries that are missing: positions computed twice are reported twice.
 
-
-@dataclass(eq=False, slots=True)
-class PromptState:
-    """What ``Engine.add`` was called with, and its samples. Times are of ``time.monotonic``."""
-
-    req_id: int
-    token_ids: tuple[int, ...]
-    text: str | None
-    arrived: float
-    samples: list[SampleState] = field(default_factory=list[SampleState])
-    scheduled: float | None = None
-    first_token: float | None = None
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    final_only: bool = False
-    """Only the last output is wanted, and nothing in the text can end a sample: until then no text is made."""
-
-    def take_prompt_logprobs(self, part: PromptLogprobs) -> None:
-        """Add what is not there yet: positions that were computed twice are reported twice.
-
-        Rank 0 leaves out what is not finite, and such a sample ends with an error at its first token: what comes after
-        the gap is of no use.
+        Rank 0 omits entries that are not finite, and the sequence finishes with an error at its first token, so
+        entries after such a gap are dropped.
         """
-        known = self.prompt_logprobs
+        known = state.prompt_logprobs
         if known is None or part.start > len(known):
             return
         known.extend(TokenLogprob(*entry) for entry in part.tokens[len(known) - part.start :])
 
-    @property
-    def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
+    def make_output(self, state: RequestState) -> RequestOutput:
+        """Detokenize what was appended, finish sequences at stop strings, and return what is new.
 
-    def output(self) -> RequestOutput:
-        """What is new about the prompt since the last call."""
-        finished = self.finished
+        An error of the tokenizer finishes that sequence with "error" and affects no other.
+        """
+        for sequence in state.sequences:
+            if sequence.is_complete:
+                continue
+            try:
+                self._detokenize(sequence)
+            except Exception as error:
+                log.exception("request %d: detokenization failed", state.req_id)
+                sequence.finish("error", f"its tokens cannot be made text: {type(error).__name__}: {error}")
+        finished = state.finished
         return RequestOutput(
-            req_id=self.req_id,
-            prompt_token_ids=self.token_ids,
-            outputs=tuple([sample.output() for sample in self.samples]),
+            req_id=state.req_id,
+            prompt_token_ids=state.sequences[0].prompt_token_ids,
+            outputs=tuple([_completion(sequence) for sequence in state.sequences]),
             finished=finished,
-            times=RequestTimes(self.arrived, self.first_token, time.monotonic() if finished else None, self.scheduled),
-            prompt=self.text,
-            num_cached_tokens=self.samples[0].request.num_cached,
-            prompt_logprobs=self.prompt_logprobs,
+            times=RequestTimes(
+                state.arrived, state.first_token, time.monotonic() if finished else None, state.scheduled
+            ),
+            prompt=state.request.prompt,
+            num_cached_tokens=state.sequences[0].num_cached,
+            prompt_logprobs=state.prompt_logprobs,
         )
+
+    def _detokenize(self, sequence: SequenceState) -> None:
+        """Append the text of new tokens, all of it if the sequence has finished; a stop string finishes it."""
+        if self._tokenizer is None:
+            return
+        params, output = sequence.sampling, sequence.output
+        if sequence.detokenizer is None:
+            sequence.detokenizer = IncrementalDetokenizer(self._tokenizer, sequence.prompt_token_ids)
+            sequence.stop_checker = StopChecker(params.stop) if params.stop else None
+        detokenizer, checker = sequence.detokenizer, sequence.stop_checker
+        new = output.token_ids[sequence.num_detokenized : len(output.token_ids) - sequence.num_hidden]
+        if checker is None:
+            output.add_text(detokenizer.append(new) if new else "")
+        else:
+            for num_output, token_id in enumerate(new, sequence.num_detokenized + 1):
+                text = detokenizer.append((token_id,))
+                output.add_text(checker.append(text, may_stop=num_output > params.min_tokens))
+                if checker.stopped:
+                    break
+        sequence.num_detokenized = len(output.token_ids)
+        if sequence.finish_reason is not None and not (checker is not None and checker.stopped):
+            rest = detokenizer.finish()
+            output.add_text(rest if checker is None else checker.finish(rest))
+        if checker is not None and checker.stopped and sequence.finish_reason in (None, "length"):
+            sequence.finish("stop")
+
+
+def _completion(sequence: SequenceState) -> CompletionOutput:
+    """The output of one sequence; marks its tokens and text as reported."""
+    old_tokens, old_texts = sequence.num_reported_tokens, sequence.num_reported_texts
+    sequence.num_reported_tokens = len(sequence.output.token_ids)
+    sequence.num_reported_texts = len(sequence.output.texts)
+    return CompletionOutput(
+        sequence.index,
+        sequence.output,
+        sequence.num_reported_tokens,
+        sequence.num_reported_texts,
+        sequence.finish_reason,
+        sequence.error,
+        old_tokens,
+        old_texts,
+    )

@@ -1,108 +1,69 @@
-"""A request on its way through the engine, and what users get of it.
+"""A generation request, the engine's state of it, and the outputs that clients read.
 
-:class:`Request` is the scheduler's record of one sample: mutable, never handed out. :class:`RequestOutput` is the
-public result: what one call of ``Engine.step`` found out about one prompt, with everything before it. How a prompt
-should be continued is ``config.SamplingParams``; what workers are told is ``protocol.NewRequest``.
+:class:`GenerateRequest` is the frozen request that every entry point (LLM, AsyncLLM, server, run-batch) builds and
+hands to ``Engine.add``. :class:`RequestState` and :class:`SequenceState` are the engine's mutable state, one for a
+request and one for each of its ``n`` sequences; they are never handed out. :class:`RequestOutput` is the public result
+of a step for one request. Sampling parameters are ``runtime/common/sampling_params.py``'s, messages to workers
+``runtime/common/protocol.py``'s.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from runtime.common.config import MAX_SEED
 from runtime.common.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from runtime.text.tokenizer import IncrementalDetokenizer, StopChecker
+
 FINISH_REASONS = ("stop", "length", "abort", "error")
-"""Why a sample ended: an end-of-sequence token, stop token or stop string; its length; the user; something failed."""
+"""Why a sequence finished: an end-of-sequence token, stop token or stop string; its length; the client; a failure."""
 
 
-class RequestStatus(enum.Enum):
-    """Where a request stands: not yet (or no longer) in the KV cache, in it, or done with."""
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and how to continue it.
+
+    Attributes:
+        prompt_token_ids: ids within the vocabulary, at least one. Any sequence of integers is accepted; a request that
+            :class:`~runtime.engine.input_processor.InputProcessor` returns has a tuple of ints.
+        params: sampling parameters.
+        prompt: the text of the prompt, copied into the outputs; None where only token ids are known.
+        request_id: the name for ``AsyncEngine.abort``; None: the engine generates one.
+        priority: lower is scheduled first; equal priorities are served in order of arrival.
+        cache_salt: requests share KV blocks of a common prefix only with requests of the same salt.
+        final_only: whether only the last output is delivered, which saves the work for the others.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    prompt: str | None = None
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    final_only: bool = False
+
+
+class SequenceStatus(enum.Enum):
+    """State of a sequence in the scheduler: without KV blocks, with KV blocks, or removed."""
 
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
-class Request:
-    """One sample of one prompt, as the scheduler keeps it.
-
-    Attributes:
-        req_id: its number on the ranks, ascending in order of arrival.
-        sampling: with a seed and a ``max_tokens`` that fits the model.
-        priority: lower goes first; of equals, the one that came first.
-        cache_salt: only requests with the same salt share KV blocks; None: this one takes none and offers none.
-        leader: the first of several samples of one prompt. The others start once its prompt is computed, so that they
-            find its blocks.
-        block_ids: the KV blocks it holds, in order; empty while it waits. Others may hold the first of them too.
-        num_computed: tokens whose keys and values are in the cache once the plans made so far have run.
-        num_pending: tokens that those plans sample, but that have not come back yet. They count as known: what is to
-            be done next does not depend on which tokens they are.
-        num_preemptions: how often it lost its blocks and had to start again.
-        num_cached: prompt tokens that were in the KV cache already when it first started.
-        was_admitted: whether it has ever started.
-        block_hashes: of its first full blocks of known tokens, as far as they were needed (``prefix_cache.py``).
-        num_offered: how many blocks at the front of ``block_ids`` were taken from or offered to the prefix cache.
-    """
-
-    req_id: int
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-    output_token_ids: list[int] = field(default_factory=list[int])
-    status: RequestStatus = RequestStatus.WAITING
-    block_ids: list[int] = field(default_factory=list[int])
-    num_computed: int = 0
-    num_pending: int = 0
-    num_preemptions: int = 0
-    priority: int = 0
-    cache_salt: bytes | None = b""
-    leader: Request | None = field(default=None, repr=False)
-    num_cached: int = 0
-    was_admitted: bool = False
-    block_hashes: list[bytes] = field(default_factory=list[bytes], repr=False)
-    num_offered: int = 0
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Its place among all requests: the smallest goes first and is preempted last."""
-        return self.priority, self.req_id
-
-    @property
-    def waits_for_leader(self) -> bool:
-        """Whether the first sample of its prompt has still to compute that prompt."""
-        leader = self.leader
-        if leader is None or leader.status is RequestStatus.FINISHED:
-            return False
-        return leader.num_computed < len(leader.prompt_token_ids)
-
-    @property
-    def num_known(self) -> int:
-        """Tokens of prompt and output whose ids are known here: those pending are not."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and output, those still pending included."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
-
-    @property
-    def num_uncomputed(self) -> int:
-        """Tokens that the next plans have to compute: 1 in decode, more in prefill, 0 when nothing is left to do."""
-        if len(self.output_token_ids) + self.num_pending >= self.sampling.max_tokens:
-            return 0
-        return self.num_tokens - self.num_computed
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One output token and how likely the model found it, before temperature, penalties and cuts.
+    """One token with its log-probability, before temperature, penalties and truncation.
 
     Attributes:
         logprob: natural logarithm of its probability.
-        top: the likeliest tokens and their logprobs, best first, as many as ``SamplingParams.logprobs`` asks for.
+        top: (token id, logprob) pairs of the likeliest tokens, best first, as many as ``SamplingParams.logprobs`` says.
     """
 
     token_id: int
@@ -111,12 +72,13 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Transcript:
-    """Everything one sample has produced. Only ever appended to, so outputs can share it instead of copying it, and
-    other threads may read what an output says is there.
+class SequenceOutput:
+    """Tokens, text and logprobs of one sequence. Append-only, so that outputs share it instead of copying it and other
+    threads may read the part that an output covers.
 
     Attributes:
-        logprobs: one entry for each token; None unless asked for.
+        texts: consecutive chunks of the text.
+        logprobs: one entry for each token; None unless requested.
     """
 
     token_ids: list[int] = field(default_factory=list[int])
@@ -124,28 +86,162 @@ class Transcript:
     logprobs: list[TokenLogprob] | None = None
 
     def add_text(self, text: str) -> None:
-        """Append a piece of text, if there is any."""
+        """Append a chunk of text, unless it is empty."""
         if text:
             self.texts.append(text)
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
-    """One sample of a prompt: all of it so far, and what is new in it.
-
-    What is new is a range of the transcript, so nothing is copied before somebody reads it. Text lags behind tokens
-    where a character, or what may become a stop string, is not complete.
+@dataclass(eq=False, slots=True)
+class SequenceState:
+    """State of one of a request's ``n`` sequences: its tokens, its KV blocks, and its output.
 
     Attributes:
-        index: which of the ``n`` samples.
-        transcript, num_tokens, num_texts: where everything is kept, and how much of it there was at this moment.
-        old_tokens, old_texts: how much of that earlier outputs had already.
-        finish_reason: one of :data:`FINISH_REASONS`; None while it goes on.
-        error: what went wrong if ``finish_reason`` is "error".
+        seq_id: its number in step plans (the protocol's ``req_id``), ascending in order of arrival.
+        sampling: parameters with a seed, and with ``max_tokens`` within the model's length.
+        priority: lower is scheduled first; equal priorities are served in order of arrival.
+        cache_salt: only sequences with the same salt share KV blocks; None: no prefix caching.
+        parent: the first sequence of the same request. The others start after the parent's prompt is computed and
+            reuse its blocks. None for the parent itself.
+        index: its position among the request's ``n`` sequences.
+        output: tokens and text generated so far.
+        block_ids: KV blocks in order; empty while it waits. Leading blocks may be shared.
+        num_computed: tokens whose keys and values are in the cache once all plans made so far have run.
+        num_in_flight_tokens: tokens that in-flight steps sample. They count as known: the next plan does not depend on
+            their ids.
+        num_preemptions: how often it was preempted.
+        num_cached: prompt tokens found in the prefix cache when it was first admitted.
+        was_admitted: whether it has ever been admitted.
+        block_hashes: prefix hashes of its leading full blocks of known tokens, as far as needed.
+        num_cached_blocks: leading blocks of ``block_ids`` that are registered in the prefix cache.
+        finish_reason: one of :data:`FINISH_REASONS`; None while it is unfinished.
+        error: what failed if ``finish_reason`` is "error".
+        is_complete: whether it is finished, detokenized to the end and counted in the stats.
+        detokenizer, stop_checker: made with the first text; ``stop_checker`` only with stop strings.
+        num_detokenized: output tokens that were passed to the detokenizer.
+        num_hidden: tokens at the end that are not part of the text: the stop token.
+        num_reported_tokens, num_reported_texts: how much of ``output`` earlier outputs have covered.
+    """
+
+    seq_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: bytes | None = b""
+    parent: SequenceState | None = field(default=None, repr=False)
+    index: int = 0
+    output: SequenceOutput = field(default_factory=SequenceOutput)
+    # Scheduling.
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_ids: list[int] = field(default_factory=list[int])
+    num_computed: int = 0
+    num_in_flight_tokens: int = 0
+    num_preemptions: int = 0
+    num_cached: int = 0
+    was_admitted: bool = False
+    block_hashes: list[bytes] = field(default_factory=list[bytes], repr=False)
+    num_cached_blocks: int = 0
+    # Output.
+    finish_reason: str | None = None
+    error: str = ""
+    is_complete: bool = False
+    detokenizer: IncrementalDetokenizer | None = field(default=None, repr=False)
+    stop_checker: StopChecker | None = field(default=None, repr=False)
+    num_detokenized: int = 0
+    num_hidden: int = 0
+    num_reported_tokens: int = 0
+    num_reported_texts: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key of the scheduling order: the smallest is scheduled first and preempted last."""
+        return self.priority, self.seq_id
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.output.token_ids
+
+    @property
+    def waits_for_parent(self) -> bool:
+        """Whether the parent sequence has not computed the prompt yet."""
+        parent = self.parent
+        if parent is None or parent.status is SequenceStatus.FINISHED:
+            return False
+        return parent.num_computed < len(parent.prompt_token_ids)
+
+    @property
+    def num_known(self) -> int:
+        """Prompt and output tokens whose ids the driver has; in-flight tokens do not count."""
+        return len(self.prompt_token_ids) + len(self.output.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens, in-flight tokens included."""
+        return len(self.prompt_token_ids) + len(self.output.token_ids) + self.num_in_flight_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that later plans have to compute: 1 in decode, more in prefill, 0 when all of them are in flight."""
+        if len(self.output.token_ids) + self.num_in_flight_tokens >= self.sampling.max_tokens:
+            return 0
+        return self.num_tokens - self.num_computed
+
+    def finish(self, reason: str, error: str = "") -> None:
+        """Record why it finished. Its text may still be incomplete."""
+        self.finish_reason = reason
+        self.error = error
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """State of one request and its sequences. Times are in seconds of ``time.monotonic``.
+
+    Attributes:
+        req_id: the number that ``Engine.add`` returned and the outputs carry.
+        request: as the input processor returned it.
+        arrived: when it was queued.
+        scheduled: when the first plan with one of its tokens was submitted.
+        first_token: when its first output token came back.
+        prompt_logprobs: None for the first prompt token, then one entry for each; None unless requested.
+    """
+
+    req_id: int
+    request: GenerateRequest
+    arrived: float
+    sequences: list[SequenceState] = field(default_factory=list[SequenceState])
+    scheduled: float | None = None
+    first_token: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def final_only(self) -> bool:
+        """Whether only the last output is delivered. A stop string is found in the text alone, so it needs all."""
+        return self.request.final_only and not self.request.params.stop
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sequence has finished."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sequence of a request: everything generated so far, and the part that is new.
+
+    Both are ranges of the shared :class:`SequenceOutput`, so nothing is copied before it is read. Text lags behind
+    tokens while a character is incomplete or the end of the text may become a stop string.
+
+    Attributes:
+        index: position among the ``n`` sequences.
+        generated: the shared tokens and text.
+        num_tokens, num_texts: how much of ``generated`` this output covers.
+        old_tokens, old_texts: how much of it earlier outputs covered.
+        finish_reason: one of :data:`FINISH_REASONS`; None while unfinished.
+        error: what failed if ``finish_reason`` is "error".
     """
 
     index: int
-    transcript: Transcript = field(repr=False)
+    generated: SequenceOutput = field(repr=False)
     num_tokens: int
     num_texts: int
     finish_reason: str | None = None
@@ -155,43 +251,43 @@ class CompletionOutput:
 
     @property
     def token_ids(self) -> list[int]:
-        """All tokens, the one that ended the sample included."""
-        return self.transcript.token_ids[: self.num_tokens]
+        """All tokens, including the one that finished the sequence."""
+        return self.generated.token_ids[: self.num_tokens]
 
     @property
     def text(self) -> str:
-        """The whole text, without special tokens and without what ended it."""
-        return "".join(self.transcript.texts[: self.num_texts])
+        """The whole text, without special tokens, stop token and stop string."""
+        return "".join(self.generated.texts[: self.num_texts])
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """One entry for each of ``token_ids``; None unless asked for."""
-        logprobs = self.transcript.logprobs
+        """One entry for each of ``token_ids``; None unless requested."""
+        logprobs = self.generated.logprobs
         return None if logprobs is None else logprobs[: self.num_tokens]
 
     @property
     def new_token_ids(self) -> tuple[int, ...]:
         """The tokens since the last output."""
-        return tuple(self.transcript.token_ids[self.old_tokens : self.num_tokens])
+        return tuple(self.generated.token_ids[self.old_tokens : self.num_tokens])
 
     @property
     def new_text(self) -> str:
         """The text since the last output."""
-        return "".join(self.transcript.texts[self.old_texts : self.num_texts])
+        return "".join(self.generated.texts[self.old_texts : self.num_texts])
 
     @property
     def new_logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        """One entry for each of ``new_token_ids``; None unless asked for."""
-        logprobs = self.transcript.logprobs
+        """One entry for each of ``new_token_ids``; None unless requested."""
+        logprobs = self.generated.logprobs
         return None if logprobs is None else tuple(logprobs[self.old_tokens : self.num_tokens])
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """When things happened to a request, in seconds of ``time.monotonic``; None: not yet.
+    """Timestamps of a request, in seconds of ``time.monotonic``; None: not yet.
 
     Attributes:
-        scheduled: the first plan with any of it was sent.
+        scheduled: the first plan with one of its tokens was submitted.
     """
 
     arrived: float
@@ -202,17 +298,17 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """One prompt's result so far. ``text``, ``token_ids``, ``finish_reason`` and the like are the first sample's.
+    """Result of a request so far. ``text``, ``token_ids``, ``finish_reason`` and the like are the first sequence's.
 
     Attributes:
-        req_id: what ``Engine.add`` gave.
-        index: the position of the prompt among those given together.
-        prompt: the prompt's text, None where only token ids were given.
-        outputs: all ``SamplingParams.n`` samples.
-        finished: whether every sample has ended.
-        num_cached_tokens: tokens at the front of the prompt that an earlier request had already computed.
-        prompt_logprobs: None for the prompt's first token, then one entry for each; None unless asked for. Complete
-            when the first output token is there.
+        req_id: the number that ``Engine.add`` returned.
+        index: position of the prompt in the call of ``LLM.generate``.
+        prompt: text of the prompt; None where only token ids are known.
+        outputs: all ``SamplingParams.n`` sequences.
+        finished: whether every sequence has finished.
+        num_cached_tokens: leading prompt tokens found in the prefix cache.
+        prompt_logprobs: None for the first prompt token, then one entry for each; None unless requested. Complete
+            with the first output token.
     """
 
     req_id: int
@@ -251,7 +347,7 @@ class RequestOutput:
         return self.outputs[0].logprobs
 
     def merged_with(self, earlier: RequestOutput) -> RequestOutput:
-        """This output, with what was new in an ``earlier`` one that nobody has read counted as new."""
+        """This output; what was new in an unread ``earlier`` output counts as new again."""
         outputs = tuple(
             replace(now, old_tokens=before.old_tokens, old_texts=before.old_texts)
             for now, before in zip(self.outputs, earlier.outputs, strict=True)
@@ -260,6 +356,6 @@ class RequestOutput:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of the ``number``-th thing under ``seed``: the same on every machine, unrelated to its neighbours."""
+    """The ``number``-th seed derived from ``seed``: equal on every machine, uncorrelated between numbers."""
     data = seed.to_bytes(8, "little") + number.to_bytes(8, "little")
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & MAX_SEED

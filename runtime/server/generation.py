@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.common.sampling_params import SamplingParams
-from runtime.engine.request import RequestOutput
+from runtime.engine.request import GenerateRequest, RequestOutput
 from runtime.server.app_state import AppState
 from runtime.server.errors import GenerationError, shutting_down
 
@@ -93,9 +93,10 @@ async def generate_final(state: AppState, batch: PromptBatch) -> list[RequestOut
 
 
 async def _generate_one(state: AppState, batch: PromptBatch, prompt: Prompt) -> AsyncGenerator[RequestOutput]:
-    outputs = state.engine.generate(
+    request = GenerateRequest(
         prompt.token_ids, batch.params, prompt=prompt.text, priority=batch.priority, cache_salt=batch.cache_salt
     )
+    outputs = state.engine.generate(request)
     metrics = None
     async with contextlib.aclosing(outputs):
         async for output in outputs:

@@ -1,7 +1,7 @@
 """Text to token ids and back, from a checkpoint's own files, over the ``tokenizers`` library.
 
-:class:`Tokenizer` gives what transformers' ``AutoTokenizer`` gives for the same folder. :class:`TextStream` makes text
-of tokens that come one by one and finds stop strings in it. Chat templates are rendered by ``chat_template.py``; when
+:class:`Tokenizer` gives what transformers' ``AutoTokenizer`` gives for the same folder. :class:`IncrementalDetokenizer` makes
+text of tokens that arrive one by one, and :class:`StopChecker` finds stop strings in it. Chat templates are rendered by ``chat_template.py``; when
 a request has ended is ``engine.py``'s to say. No code from a checkpoint is run here.
 """
 
@@ -310,63 +310,53 @@ def _end_of_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]
     return tokens[::-1]
 
 
-class TextStream:
-    """The text of one sample as its tokens come, up to the first stop string.
+class StopChecker:
+    """Finds the first stop string in a growing text, wherever token borders lie.
 
-    A stop string is found wherever token borders lie, and nothing of it is ever given out: an end of the text that
-    may become one is held back.
+    No part of a stop string is ever returned: an end of the text that may become one is held back.
 
     Args:
-        tokenizer: None gives no text at all.
-        prompt_ids: see :class:`IncrementalDetokenizer`.
-        stop: the stop strings.
+        stop: the stop strings, at least one.
 
     Attributes:
-        stopped: whether one was found. What follows is dropped.
+        stopped: whether one was found. Text after it is dropped.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self._detokenizer = None if tokenizer is None else IncrementalDetokenizer(tokenizer, prompt_ids)
+    def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
         self._may_stop = False
         self.stopped = False
 
-    def append(self, token_id: int, *, may_stop: bool) -> str:
-        """The text that became certain. ``may_stop``: whether a stop string that ends here counts."""
-        if self._detokenizer is None or self.stopped:
-            return ""
+    def append(self, text: str, *, may_stop: bool) -> str:
+        """The text that became certain. ``may_stop``: whether a stop string that ends in ``text`` counts."""
         self._may_stop = may_stop
-        return self._search(self._detokenizer.append((token_id,)))
+        return self._search(text)
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """The text of several tokens at once, where there are no stop strings to be searched."""
-        if self._detokenizer is None or not token_ids:
+    def finish(self, text: str) -> str:
+        """The last ``text`` and what was held back, when the sequence finishes for another reason."""
+        if self.stopped:
             return ""
-        return self._detokenizer.append(token_ids)
-
-    def finish(self) -> str:
-        """What was held back, when the sample ends for another reason."""
-        if self._detokenizer is None or self.stopped:
-            return ""
-        text = self._search(self._detokenizer.finish())
+        text = self._search(text)
         rest, self._held = self._held, ""
         return text + rest
 
     def _search(self, new: str) -> str:
+        if self.stopped:
+            return ""
         text = self._held + new
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0] if self._may_stop else []
         if found:
             self.stopped = True
             self._held = ""
             return text[: min(found)]
-        keep = _longest_beginning(text, self._stop)
+        keep = _longest_prefix(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` are the beginning, not the whole, of a stop string."""
+def _longest_prefix(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` are a proper prefix of a stop string."""
     longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]

@@ -14,7 +14,7 @@ import pytest
 from launch.llm import LLM
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.engine import Engine
-from runtime.engine.request import RequestOutput
+from runtime.engine.request import GenerateRequest, RequestOutput
 from tests.checkpoints import tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -76,7 +76,7 @@ def run_all(engine: Engine, asks: list[Ask]) -> dict[int, list[list[int]]]:
     while due or engine.has_unfinished:
         while due and due[0][1].arrives <= step:
             index, ask = due.pop(0)
-            index_of[engine.add(engine.limits.check(ask.token_ids, ask.params))] = index
+            index_of[engine.add(GenerateRequest(ask.token_ids, ask.params))] = index
         for output in engine.step() if engine.has_unfinished else []:
             index = index_of[output.req_id]
             ask = asks[index]

@@ -20,7 +20,7 @@ from launch.cli import main as cli
 from launch.cli.commands.launch import torchrun_arguments
 from runtime.common.errors import CheckpointError, LockstepError, RankDiedError, RankRaisedError
 from runtime.common.sampling_params import SamplingParams, StructuredOutputs
-from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, TokenLogprob, Transcript
+from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, SequenceOutput, TokenLogprob
 
 ROOT = Path(__file__).parents[3]
 BENCH_KEYS = {"model": "demo", "tensor_parallel_size": 1, "batch": 1, "decode_tokens_per_s": 12.3456}
@@ -30,12 +30,12 @@ def answer(index: int, prompt: str, params: SamplingParams) -> RequestOutput:
     """What a model that repeats its prompt in capitals would give."""
     tokens = [ord(character) for character in prompt.upper()]
     logprobs = [TokenLogprob(token, -0.5, ((token, -0.5),)) for token in tokens]
-    transcript = Transcript(tokens, [prompt.upper()], None if params.logprobs is None else logprobs)
+    generated = SequenceOutput(tokens, [prompt.upper()], None if params.logprobs is None else logprobs)
     failed = prompt == "fail"
     samples = tuple(
         CompletionOutput(
             sample,
-            transcript,
+            generated,
             num_tokens=len(tokens),
             num_texts=1,
             finish_reason="error" if failed else "stop",

@@ -14,7 +14,7 @@ from runtime.common.protocol import StepResult
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.async_engine import AsyncEngine
 from runtime.engine.engine import Engine
-from runtime.engine.request import RequestOutput
+from runtime.engine.request import GenerateRequest, RequestOutput
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.engine.fake_executor import FakeExecutor
 from tests.small_tokenizer import byte_backend
@@ -44,7 +44,7 @@ class Bench:
             vocab_size=VOCAB,
         )
         self.engine = Engine(self.config, MODEL, tokenizer, self.executor, num_blocks)
-        self._num_samples = 0
+        self._num_sequences = 0
 
     def add(
         self,
@@ -56,10 +56,10 @@ class Bench:
     ) -> int:
         """Queue a prompt; with a script, the fake model says that instead of what it would."""
         how = SamplingParams(**params)
-        req_id = self.engine.add(self.engine.limits.check(prompt, how, prompt=prompt_text), final_only=final_only)
+        req_id = self.engine.add(GenerateRequest(prompt, how, prompt=prompt_text, final_only=final_only))
         if script is not None:
-            self.executor.scripted[self._num_samples] = list(script)
-        self._num_samples += params.get("n", 1)
+            self.executor.scripted[self._num_sequences] = list(script)
+        self._num_sequences += params.get("n", 1)
         return req_id
 
     def run(self) -> dict[int, list[RequestOutput]]:
@@ -89,7 +89,7 @@ SECONDS = 20.0
 """No wait in here takes so long unless something is broken."""
 
 
-class Gate:
+class StepGate:
     """Lets the thread have so many results."""
 
     def __init__(self, bench: Bench, results: int = 0) -> None:
@@ -117,20 +117,26 @@ class Served:
     def __init__(self, tokenizer: Tokenizer | None = None, *, max_queued: int = 100, **settings: Any) -> None:
         self.bench = Bench(tokenizer, **{"max_model_len": 4000, "num_blocks": 2048} | settings)
         self.engine = AsyncEngine(self.bench.engine, max_queued_requests=max_queued)
-        self.gate: Gate | None = None
+        self.gate: StepGate | None = None
 
-    def gated(self, results: int = 0) -> Gate:
-        self.gate = Gate(self.bench, results)
+    def gated(self, results: int = 0) -> StepGate:
+        self.gate = StepGate(self.bench, results)
         return self.gate
 
     def generate(self, token_ids: list[int], **params: Any) -> AsyncGenerator[RequestOutput, None]:
         names = {
             name: params.pop(name) for name in ("request_id", "prompt", "priority", "cache_salt") if name in params
         }
-        return self.engine.generate(token_ids, SamplingParams(**{"ignore_eos": True, **params}), **names)
+        return self.engine.generate(
+            GenerateRequest(token_ids, SamplingParams(**{"ignore_eos": True, **params}), **names)
+        )
 
     async def all(self, token_ids: list[int], **params: Any) -> list[RequestOutput]:
         return [output async for output in self.generate(token_ids, **params)]
+
+    async def drained(self) -> None:
+        """Return once no request is unfinished."""
+        await until(lambda: self.engine.num_unfinished == 0)
 
     @property
     def num_used(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from runtime.common.protocol import StepPlan
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.block_pool import BlockPool
-from runtime.engine.request import Request, RequestStatus
+from runtime.engine.request import SequenceState, SequenceStatus
 from runtime.engine.scheduler import Scheduler
 from tests.runtime.engine.fake_executor import FakeExecutor, expected_output
 
@@ -24,7 +24,7 @@ class Bench:
     block_size: int = 4
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
-    requests: list[Request] = field(default_factory=list[Request])
+    requests: list[SequenceState] = field(default_factory=list[SequenceState])
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -41,19 +41,19 @@ class Bench:
         )
 
     @property
-    def unfinished(self) -> list[Request]:
+    def unfinished(self) -> list[SequenceState]:
         """Those added and not ended, as they came."""
-        return [request for request in self.requests if request.status is not RequestStatus.FINISHED]
+        return [request for request in self.requests if request.status is not SequenceStatus.FINISHED]
 
     def add(
         self, prompt: int | Sequence[int], max_tokens: int, params: dict[str, Any] | None = None, **fields: Any
-    ) -> Request:
-        """Queue a prompt, given as its tokens, or as its length and then unlike any other; ``fields`` are Request's."""
-        req_id = len(self.requests)
+    ) -> SequenceState:
+        """Queue a prompt, given as its tokens, or as its length and then unlike any other; ``fields``: its state's."""
+        seq_id = len(self.requests)
         if isinstance(prompt, int):
-            prompt = [(req_id * 101 + position * 13) % VOCAB for position in range(prompt)]
-        sampling = SamplingParams(max_tokens=max_tokens, seed=req_id, **(params or {}))
-        request = Request(req_id, tuple(prompt), sampling, **fields)
+            prompt = [(seq_id * 101 + position * 13) % VOCAB for position in range(prompt)]
+        sampling = SamplingParams(max_tokens=max_tokens, seed=seq_id, **(params or {}))
+        request = SequenceState(seq_id, tuple(prompt), sampling, **fields)
         self.scheduler.add(request)
         self.requests.append(request)
         return request
@@ -96,7 +96,7 @@ class Bench:
         """Every request has ended with what it says when it runs alone, and nothing is left."""
         for request in self.requests:
             expected = expected_output(request.prompt_token_ids, request.sampling, VOCAB, request.sampling.max_tokens)
-            assert request.output_token_ids == expected, f"request {request.req_id}"
+            assert request.output_token_ids == expected, f"request {request.seq_id}"
         assert not self.unfinished
         self.check_empty()
 

@@ -15,7 +15,7 @@ import pytest
 
 from runtime.common.errors import EngineClosedError, EngineError, QueueFullError, RankDiedError, RequestError
 from runtime.common.sampling_params import SamplingParams, StructuredOutputs
-from runtime.text.tokenizer import TextStream, Tokenizer
+from runtime.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.runtime.engine.engine_bench import SECONDS, VOCAB, Served, byte_tokenizer, run, soon, text_ids, until
 from tests.runtime.engine.fake_executor import expected_output
 
@@ -71,7 +71,7 @@ def test_many_requests_at_once(make: Make) -> None:
 
     async def main() -> None:
         await asyncio.gather(*(one(*item) for item in work))
-        await served.engine.drained()
+        await served.drained()
         assert (served.engine.num_unfinished, served.engine.seconds_since_progress()) == (0, 0.0)
 
     run(main())
@@ -112,7 +112,7 @@ def test_what_a_slow_reader_missed_is_one_output(make: Make, tokenizer: Tokenize
         first = await anext(stream)
         assert (first.text, first.outputs[0].new_text, first.prompt) == ("H", "H", "x")
         gate.open()
-        await served.engine.drained()
+        await served.drained()
         last = await anext(stream)
         assert (last.finished, last.outputs[0].new_text, last.text) == (True, said[1:], said)
         assert bytes(last.outputs[0].new_token_ids).decode() == said[1:]
@@ -197,7 +197,7 @@ def test_leaving_early_frees_the_blocks(make: Make, how: str) -> None:
         await until(lambda: served.engine.num_unfinished <= 1, meanwhile=lambda: gate.let(1))
         gate.open()
         assert (await other)[-1].token_ids == expected_output([2], SamplingParams(seed=1), VOCAB, 30)
-        await served.engine.drained()
+        await served.drained()
         assert served.num_used == 0
         # Where it left before the thread had seen it, it was never there.
         assert served.bench.engine.stats.finished["abort"] == served.bench.engine.stats.requests - 1
@@ -219,7 +219,7 @@ def test_a_request_whose_reader_is_gone_before_it_begins_never_runs(make: Make) 
         await asyncio.wait([second])
         gate.open()
         await first
-        await served.engine.drained()
+        await served.drained()
 
     run(main())
     assert served.engine.snapshot().requests == 1
@@ -239,7 +239,7 @@ def test_a_loop_that_is_gone_disturbs_nobody(make: Make) -> None:
         task = asyncio.create_task(served.all([2], max_tokens=20, seed=1))
         gate.open()
         assert (await task)[-1].token_ids == expected_output([2], SamplingParams(seed=1), VOCAB, 20)
-        await served.engine.drained()
+        await served.drained()
 
     run(main())
     assert served.bench.engine.stats.finished["abort"] == 1 and served.engine.failure is None
@@ -293,7 +293,7 @@ def test_invalid_requests_are_refused_before_anything_is_yielded(make: Make) -> 
         ):
             with pytest.raises(RequestError, match=message):
                 await anext(served.generate(prompt, **params))
-        await served.engine.drained()
+        await served.drained()
         assert (await served.all([1], max_tokens=2))[-1].finish_reason == "length"
 
     run(main())
@@ -362,7 +362,7 @@ def test_the_engines_failure_ends_every_request(make: Make) -> None:
             last = (await task)[-1]
             assert last.finished and last.finish_reason == "error" and "SIGSEGV" in last.error
         await ended
-        await served.engine.drained()
+        await served.drained()
         assert isinstance(served.engine.failure, RankDiedError) and "rank 2" in served.engine.snapshot().failure
         for _ in range(2):
             with pytest.raises(RankDiedError, match="rank 2"):
@@ -403,12 +403,12 @@ def test_no_text_of_a_request_kills_the_thread(
     served = make(tokenizer)
     served.engine.start()
 
-    def extend(_self: TextStream, _token_ids: Sequence[int]) -> str:
+    def append(_self: IncrementalDetokenizer, _token_ids: Sequence[int]) -> str:
         raise RecursionError("too deep")
 
     async def main() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(TextStream, "extend", extend)
+            patch.setattr(IncrementalDetokenizer, "append", append)
             outputs = await served.all([1], max_tokens=5)
         assert outputs[-1].finish_reason == "error" and "too deep" in outputs[-1].error
         assert (await served.all([1], max_tokens=5))[-1].finish_reason == "length"
@@ -427,13 +427,13 @@ def test_close_ends_what_runs_and_what_waits(make: Make) -> None:
         late = asyncio.create_task(served.all([2], max_tokens=50))
         await until(lambda: served.engine.num_unfinished == 2)
         closers = [asyncio.create_task(asyncio.to_thread(served.engine.close)) for _ in range(3)]
-        await until(lambda: served.engine._closing)  # pyright: ignore[reportPrivateUsage]
+        await until(lambda: served.engine._thread.is_closing)  # pyright: ignore[reportPrivateUsage]
         gate.open()
         assert (await running)[-1].finish_reason == "abort"
         assert [output.finish_reason for output in await late] == ["abort"]
         await asyncio.gather(*closers)
         await served.engine.ended()
-        await served.engine.drained()
+        await served.drained()
         with pytest.raises(EngineClosedError, match="closed"):
             await served.all([1])
 
@@ -467,7 +467,7 @@ def test_progress_is_watched_only_while_there_is_work(make: Make) -> None:
         await until(lambda: 0.0 < served.engine.seconds_since_progress() < 0.05)
         gate.open()
         await task
-        await served.engine.drained()
+        await served.drained()
         assert served.engine.seconds_since_progress() == 0.0
 
     run(main())

@@ -71,7 +71,7 @@ def test_refuses_sizes_below_one() -> None:
 def test_a_shared_block_is_free_when_its_last_holder_gives_it_back() -> None:
     pool = BlockPool(4, 16)
     blocks = pool.allocate(2)
-    pool.share(blocks)
+    pool.incref(blocks)
     pool.free(blocks)
     assert (pool.num_free, pool.num_used) == (2, 2)
     assert not set(pool.allocate(2)) & set(blocks)
@@ -84,16 +84,16 @@ def test_a_shared_block_is_free_when_its_last_holder_gives_it_back() -> None:
 def test_what_was_offered_is_found_while_held_and_afterwards() -> None:
     pool = BlockPool(4, 16)
     first, second, third = pool.allocate(3)
-    pool.offer(first, b"a")
-    pool.offer(second, b"b")
-    pool.offer(third, b"d")
-    assert pool.find([b"a", b"b", b"c", b"d"]) == [first, second], "a run ends at the first gap"
+    pool.cache(first, b"a")
+    pool.cache(second, b"b")
+    pool.cache(third, b"d")
+    assert pool.lookup([b"a", b"b", b"c", b"d"]) == [first, second], "a run ends at the first gap"
     pool.free([first, second, third])
-    assert pool.num_free == 4 and pool.find([b"a", b"b"]) == [first, second] and pool.find([b"x", b"a"]) == []
+    assert pool.num_free == 4 and pool.lookup([b"a", b"b"]) == [first, second] and pool.lookup([b"x", b"a"]) == []
     assert pool.count_free([first, second]) == 2
-    pool.share([first])
+    pool.incref([first])
     assert (pool.num_free, pool.num_used, pool.count_free([first, second])) == (3, 1, 1)
-    pool.share([first])
+    pool.incref([first])
     assert pool.num_free == 3
 
 
@@ -101,55 +101,55 @@ def test_unused_blocks_go_out_first_then_the_least_recently_used() -> None:
     pool = BlockPool(6, 16)
     old, new = pool.allocate(2), pool.allocate(2)
     for block, block_hash in zip([*old, *new], (b"0", b"1", b"2", b"3"), strict=True):
-        pool.offer(block, block_hash)
+        pool.cache(block, block_hash)
     pool.free(old)
     pool.free(new)
-    pool.share(old)  # Used again: now more recent than the others.
+    pool.incref(old)  # Used again: now more recent than the others.
     pool.free(old)
     assert not set(pool.allocate(2)) & {*old, *new} and pool.evictions == 0
     # Of one sequence the later blocks go first: without the earlier ones they could not be found.
     assert pool.allocate(4) == [new[1], new[0], old[1], old[0]]
-    assert pool.evictions == 4 and pool.find([b"0"]) == []
+    assert pool.evictions == 4 and pool.lookup([b"0"]) == []
 
 
 def test_a_second_block_of_the_same_content_is_not_offered() -> None:
     pool = BlockPool(3, 16)
     first, second = pool.allocate(2)
-    pool.offer(first, b"a")
-    pool.offer(second, b"a")
-    pool.offer(first, b"a")
-    assert pool.find([b"a"]) == [first]
+    pool.cache(first, b"a")
+    pool.cache(second, b"a")
+    pool.cache(first, b"a")
+    assert pool.lookup([b"a"]) == [first]
     pool.free([first])
     pool.free([second])
     assert pool.allocate(2)[0] == second, "a block that cannot be found is not kept"
-    assert pool.find([b"a"]) == [first]
+    assert pool.lookup([b"a"]) == [first]
 
 
 def test_forgotten_blocks_are_held_on_and_not_found() -> None:
     pool = BlockPool(3, 16)
     held, kept = pool.allocate(2)
-    pool.offer(held, b"a")
-    pool.offer(kept, b"b")
+    pool.cache(held, b"a")
+    pool.cache(kept, b"b")
     pool.free([kept])
-    pool.forget([b"a", b"b", b"never offered"])
-    assert (pool.find([b"a"]), pool.find([b"b"]), pool.num_used, pool.num_free) == ([], [], 1, 2)
+    pool.evict([b"a", b"b", b"never offered"])
+    assert (pool.lookup([b"a"]), pool.lookup([b"b"]), pool.num_used, pool.num_free) == ([], [], 1, 2)
     assert pool.allocate(1) == [kept] and pool.evictions == 0
-    pool.offer(held, b"c")
-    assert pool.find([b"c"]) == [held]
+    pool.cache(held, b"c")
+    assert pool.lookup([b"c"]) == [held]
 
 
 def test_refuses_to_share_or_offer_what_nobody_holds() -> None:
     pool = BlockPool(3, 16)
     [block] = pool.allocate(1)
-    pool.offer(block, b"a")
+    pool.cache(block, b"a")
     with pytest.raises(EngineError, match="other content"):
-        pool.offer(block, b"b")
+        pool.cache(block, b"b")
     pool.free([block])
-    with pytest.raises(EngineError, match="offered while free"):
-        pool.offer(block, b"a")
-    pool.forget([b"a"])
-    with pytest.raises(EngineError, match="shared without"):
-        pool.share([block])
+    with pytest.raises(EngineError, match="cached while free"):
+        pool.cache(block, b"a")
+    pool.evict([b"a"])
+    with pytest.raises(EngineError, match="neither a reference nor a hash"):
+        pool.incref([block])
 
 
 class Model:
@@ -165,7 +165,7 @@ class Model:
         assert pool.num_used == sum(count > 0 for count in self.holders.values())
         assert pool.num_used + pool.num_free == self.num_blocks
         for block_hash in hashes:
-            assert pool.find([block_hash]) == [b for b, content in self.content.items() if content == block_hash]
+            assert pool.lookup([block_hash]) == [b for b, content in self.content.items() if content == block_hash]
 
 
 def test_any_calls_agree_with_a_plain_model() -> None:
@@ -185,14 +185,14 @@ def test_any_calls_agree_with_a_plain_model() -> None:
                             assert all(model.freed[block] <= model.freed[b] for b in older)
                     held.append(blocks)
                     model.holders.update(blocks)
-                case 1 if found := pool.find(generator.sample(hashes, 3)):
-                    pool.share(found)
+                case 1 if found := pool.lookup(generator.sample(hashes, 3)):
+                    pool.incref(found)
                     held.append(found)
                     model.holders.update(found)
                 case 2 if held:
                     block, block_hash = generator.choice(generator.choice(held)), generator.choice(hashes)
                     if block not in model.content:
-                        pool.offer(block, block_hash)
+                        pool.cache(block, block_hash)
                         if block_hash not in model.content.values():
                             model.content[block] = block_hash
                 case 3 | 4 if held:
@@ -202,7 +202,7 @@ def test_any_calls_agree_with_a_plain_model() -> None:
                     model.freed.update(dict.fromkeys(blocks, now))
                 case _:
                     forgotten = generator.sample(hashes, 1)
-                    pool.forget(forgotten)
+                    pool.evict(forgotten)
                     model.content = {b: content for b, content in model.content.items() if content not in forgotten}
             model.check(pool, hashes)
         evictions += pool.evictions

@@ -10,7 +10,7 @@ import pytest
 from runtime.common.config import MAX_SEED
 from runtime.common.errors import EngineClosedError, EngineError, RequestError
 from runtime.common.sampling_params import SamplingParams
-from runtime.engine.request import derive_seed
+from runtime.engine.request import GenerateRequest, derive_seed
 from runtime.text.tokenizer import Tokenizer
 from tests.runtime.engine.engine_bench import VOCAB, Bench, byte_tokenizer, text_ids
 from tests.runtime.engine.fake_executor import expected_output
@@ -214,7 +214,7 @@ def test_salts_keep_requests_apart() -> None:
     prompt, params = list(range(9)), SamplingParams(max_tokens=1)
     cached: list[int] = []
     for salt in ("", "a", "a", "\ud800", ""):
-        bench.engine.add(bench.engine.limits.check(prompt, params, cache_salt=salt))
+        bench.engine.add(GenerateRequest(prompt, params, cache_salt=salt))
         [[output]] = bench.run().values()
         cached.append(output.num_cached_tokens)
     assert cached == [0, 0, 8, 0, 8]
@@ -223,7 +223,7 @@ def test_salts_keep_requests_apart() -> None:
 def test_priority_goes_first() -> None:
     bench = Bench(max_num_seqs=1)
     for priority in (0, 5, -3, 0):
-        bench.engine.add(bench.engine.limits.check([1], SamplingParams(max_tokens=1), priority=priority))
+        bench.engine.add(GenerateRequest([1], SamplingParams(max_tokens=1), priority=priority))
     assert list(bench.run()) == [2, 0, 3, 1]
 
 
@@ -233,7 +233,7 @@ def test_priority_goes_first() -> None:
 def test_refuses_places_in_the_queue_that_do_not_exist(how: dict[str, Any]) -> None:
     bench = Bench()
     with pytest.raises(RequestError, match=next(iter(how))):
-        bench.engine.limits.check([1], SamplingParams(), **how)
+        bench.engine.input_processor.process(GenerateRequest([1], SamplingParams(), **how))
     assert not bench.engine.has_work
 
 

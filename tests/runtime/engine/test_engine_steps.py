@@ -22,7 +22,7 @@ from runtime.common.errors import (
 from runtime.common.protocol import StepPlan, StepResult
 from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import RequestOutput
-from runtime.text.tokenizer import TextStream, Tokenizer
+from runtime.text.tokenizer import IncrementalDetokenizer, Tokenizer
 from tests.runtime.engine.engine_bench import EOS, VOCAB, Bench, byte_tokenizer, text_ids
 from tests.runtime.engine.fake_executor import expected_output
 
@@ -54,7 +54,7 @@ def test_text_is_made_while_the_ranks_have_the_next_plan(tokenizer: Tokenizer, m
 
     record(bench.executor, "submit", "submit")
     record(bench.executor, "collect", "collect")
-    record(TextStream, "extend", "text")
+    record(IncrementalDetokenizer, "append", "text")
     bench.add(text_ids("x"), text_ids("Hello"), max_tokens=5)
     steps: list[list[str]] = []
     while bench.engine.has_work:
@@ -123,7 +123,7 @@ def test_outputs_share_the_transcript_and_merge(tokenizer: Tokenizer) -> None:
     assert merged.outputs[0].new_text == "bc" and bytes(merged.outputs[0].new_token_ids) == b"bc"
     assert [entry.token_id for entry in merged.outputs[0].new_logprobs or ()] == text_ids("bc")
     assert (merged.text, third.merged_with(first).outputs[0].new_text) == ("abc", "abc")
-    assert merged.outputs[0].transcript is first.outputs[0].transcript
+    assert merged.outputs[0].generated is first.outputs[0].generated
 
 
 def test_only_the_last_output_where_no_other_is_wanted(tokenizer: Tokenizer) -> None:
@@ -151,14 +151,14 @@ def test_text_that_cannot_be_made_fails_one_request(tokenizer: Tokenizer, monkey
     bench = Bench(tokenizer)
     bad = bench.add(text_ids("x"), text_ids("ab!cd"), max_tokens=5)
     good = bench.add(text_ids("y"), text_ids("vwxyz"), max_tokens=5)
-    original = TextStream.extend
+    original = IncrementalDetokenizer.append
 
-    def extend(self: TextStream, token_ids: Sequence[int]) -> str:
+    def append(self: IncrementalDetokenizer, token_ids: Sequence[int]) -> str:
         if ord("!") in token_ids:
             raise ZeroDivisionError("no such text")
         return original(self, token_ids)
 
-    monkeypatch.setattr(TextStream, "extend", extend)
+    monkeypatch.setattr(IncrementalDetokenizer, "append", append)
     outputs = bench.run()
     assert (outputs[bad][-1].finish_reason, outputs[bad][-1].text) == ("error", "ab")
     assert "ZeroDivisionError: no such text" in outputs[bad][-1].error
@@ -410,4 +410,4 @@ def test_a_scheduler_that_plans_nothing_is_no_endless_loop(monkeypatch: pytest.M
     bench.add([1], max_tokens=5)
     monkeypatch.setattr(bench.engine.scheduler, "schedule", lambda: None)
     [output] = bench.engine.step()
-    assert output.finish_reason == "error" and "nothing to compute" in output.error
+    assert output.finish_reason == "error" and "none schedulable" in output.error

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.common.errors import ProtocolError, RequestError
 from runtime.common.protocol import SampledToken, StepPlan, StepResult
-from runtime.engine.request import RequestStatus
+from runtime.engine.request import SequenceStatus
 from tests.runtime.engine.scheduler_bench import Bench, shares
 
 
@@ -109,7 +109,7 @@ def test_the_newest_is_preempted_and_waits_at_the_head() -> None:
     assert shares(plan).keys() == {0, 1}
     later = bench.add(1, 1)
     back = [new.req_id for plan in bench.run() for new in plan.new]
-    assert back.index(2) < back.index(later.req_id)
+    assert back.index(2) < back.index(later.seq_id)
     bench.check_outputs()
 
 
@@ -125,12 +125,12 @@ def test_nobody_starts_who_would_be_preempted_at_once() -> None:
 
 def test_the_oldest_is_never_preempted() -> None:
     bench = crowded(random.Random(3))
-    while any(request.status is not RequestStatus.FINISHED for request in bench.requests):
-        oldest = next(request for request in bench.requests if request.status is not RequestStatus.FINISHED)
+    while any(request.status is not SequenceStatus.FINISHED for request in bench.requests):
+        oldest = next(request for request in bench.requests if request.status is not SequenceStatus.FINISHED)
         before = (oldest.num_preemptions, oldest.num_computed)
         bench.step()
         assert oldest.num_preemptions == before[0], "the oldest request lost its blocks"
-        assert oldest.num_computed > before[1] or oldest.status is RequestStatus.FINISHED
+        assert oldest.num_computed > before[1] or oldest.status is SequenceStatus.FINISHED
     bench.check_outputs()
 
 
@@ -159,13 +159,13 @@ def test_aborts_anywhere_free_everything_and_disturb_nobody() -> None:
     aborted: set[int] = set()
     while (plan := bench.step()) is not None:
         assert not aborted & shares(plan).keys()
-        alive = [request for request in bench.requests if request.status is not RequestStatus.FINISHED]
+        alive = [request for request in bench.requests if request.status is not SequenceStatus.FINISHED]
         if alive and generator.random() < 0.2:
             victim = generator.choice(alive)
             bench.scheduler.finish(victim)
-            aborted.add(victim.req_id)
+            aborted.add(victim.seq_id)
     assert len(aborted) > 5
-    bench.requests = [request for request in bench.requests if request.req_id not in aborted]
+    bench.requests = [request for request in bench.requests if request.seq_id not in aborted]
     bench.check_outputs()
 
 
@@ -262,9 +262,9 @@ def test_a_better_priority_that_does_not_fit_is_not_overtaken() -> None:
 
 def test_samples_start_when_the_first_has_computed_the_prompt() -> None:
     bench = Bench(max_num_batched_tokens=16)
-    leader = bench.add(41, 3)
+    parent = bench.add(41, 3)
     for _ in range(2):
-        bench.add(leader.prompt_token_ids, 3, leader=leader)
+        bench.add(parent.prompt_token_ids, 3, parent=parent)
     plans = bench.run()
     # The prompt is computed once, its last token by each of them.
     assert [shares(plan) for plan in plans[:3]] == [{0: 16}, {0: 16}, {0: 9, 1: 1, 2: 1}]
@@ -274,12 +274,12 @@ def test_samples_start_when_the_first_has_computed_the_prompt() -> None:
 
 def test_a_sample_waits_for_its_leader_and_others_go_ahead() -> None:
     bench = Bench(max_num_batched_tokens=16)
-    leader = bench.add(30, 3, priority=3)
-    sample = bench.add(leader.prompt_token_ids, 3, leader=leader)
+    parent = bench.add(30, 3, priority=3)
+    sample = bench.add(parent.prompt_token_ids, 3, parent=parent)
     other = bench.add(3, 3, priority=1)
-    assert shares(bench.step()) == {other.req_id: 3, leader.req_id: 13}
-    assert shares(bench.step()) == {other.req_id: 1, leader.req_id: 15}
-    assert sample.status is RequestStatus.WAITING
+    assert shares(bench.step()) == {other.seq_id: 3, parent.seq_id: 13}
+    assert shares(bench.step()) == {other.seq_id: 1, parent.seq_id: 15}
+    assert sample.status is SequenceStatus.WAITING
     bench.run()
     assert sample.num_cached == 28
     bench.check_outputs()
@@ -287,10 +287,10 @@ def test_a_sample_waits_for_its_leader_and_others_go_ahead() -> None:
 
 def test_a_sample_whose_leader_has_ended_starts() -> None:
     bench = Bench(max_num_batched_tokens=8)
-    leader = bench.add(20, 3)
-    sample = bench.add(leader.prompt_token_ids, 3, leader=leader)
+    parent = bench.add(20, 3)
+    sample = bench.add(parent.prompt_token_ids, 3, parent=parent)
     bench.step()
-    bench.scheduler.finish(leader)
+    bench.scheduler.finish(parent)
     bench.run()
     assert sample.num_cached == 8
     bench.requests = [sample]
@@ -300,11 +300,11 @@ def test_a_sample_whose_leader_has_ended_starts() -> None:
 def test_a_preempted_leader_holds_up_nobody_for_ever() -> None:
     bench = Bench(num_blocks=9, block_size=2, max_num_seqs=4, max_num_batched_tokens=4)
     bench.add(4, 14, priority=0)
-    leader = bench.add(7, 6, priority=9)
-    bench.add(leader.prompt_token_ids, 6, leader=leader, priority=1)
-    bench.add(leader.prompt_token_ids, 6, leader=leader, priority=9)
+    parent = bench.add(7, 6, priority=9)
+    bench.add(parent.prompt_token_ids, 6, parent=parent, priority=1)
+    bench.add(parent.prompt_token_ids, 6, parent=parent, priority=9)
     bench.run()
-    assert leader.num_preemptions > 0
+    assert parent.num_preemptions > 0
     bench.check_outputs()
 
 
@@ -321,7 +321,7 @@ def test_after_a_reset_everything_is_said_again_to_workers_who_know_nothing(unde
     ended = bench.unfinished[0]
     bench.scheduler.finish(ended)  # The old workers would have been told.
     last_step = bench.executor.plans[-1].step_id
-    said = {request.req_id: list(request.output_token_ids) for request in bench.unfinished}
+    said = {request.seq_id: list(request.output_token_ids) for request in bench.unfinished}
     evictions = bench.scheduler.pool.evictions
     bench.restart()
     assert bench.scheduler.num_running == 0 and bench.scheduler.num_waiting == len(said)
@@ -372,7 +372,7 @@ def test_a_preempted_request_starts_again_only_when_its_tokens_are_back() -> Non
         bench.submit()
         if bench.executor.num_outstanding == 2 and not second.num_preemptions:
             bench.collect()
-    assert second.num_pending == 1
+    assert second.num_in_flight_tokens == 1
     bench.scheduler.finish(first)  # Now there is room.
     assert bench.submit() is None, "its last token is unknown here, so nobody could be told where to go on"
     while bench.executor.num_outstanding:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from runtime.common.protocol import StepPlan
-from runtime.engine.request import Request, RequestStatus
+from runtime.engine.request import SequenceState, SequenceStatus
 from tests.runtime.engine.fake_executor import expected_output
 from tests.runtime.engine.scheduler_bench import VOCAB, Bench, shares
 
@@ -87,33 +87,33 @@ class Run:
         prompt = generator.choice(self.beginnings)[: max(length - own, 0)]
         prompt = prompt + [generator.randrange(VOCAB) for _ in range(length - len(prompt))]
         max_tokens = generator.randint(1, min(total - length, 25))
-        leader = None
+        parent = None
         salt = generator.choice(self.kind.salts)
         params = {"prompt_logprobs": 0} if generator.random() < 0.1 else {}
         for _ in range(generator.randint(1, self.kind.most_samples)):
             priority = generator.choice(self.kind.priorities)  # Of its own, which the engine never does: still right.
-            request = self.bench.add(prompt, max_tokens, params, leader=leader, cache_salt=salt, priority=priority)
-            leader = leader or request
+            request = self.bench.add(prompt, max_tokens, params, parent=parent, cache_salt=salt, priority=priority)
+            parent = parent or request
 
-    def end(self, request: Request) -> None:
+    def end(self, request: SequenceState) -> None:
         self.bench.scheduler.finish(request)
-        self.cut.add(request.req_id)
+        self.cut.add(request.seq_id)
 
     def submit(self) -> bool:
         """Make a plan, check it, and submit it, if there is something to plan."""
-        before = [r for r in self.bench.unfinished if r.status is RequestStatus.RUNNING]
+        before = [r for r in self.bench.unfinished if r.status is SequenceStatus.RUNNING]
         ending = any(r.num_uncomputed == 0 for r in before)
         decodes = [r for r in before if r.num_uncomputed == 1]
         best = min((r for r in before if r.num_uncomputed), key=lambda r: r.order, default=None)
-        blocked = {r for r in self.bench.unfinished if r.waits_for_leader}
+        blocked = {r for r in self.bench.unfinished if r.waits_for_parent}
         plan = self.bench.submit()
-        lost = [r for r in before if r.status is not RequestStatus.RUNNING]
+        lost = [r for r in before if r.status is not SequenceStatus.RUNNING]
         now = set(shares(plan))
         # A long prompt never holds up those who are past theirs; and the first of all advances.
-        still = [r for r in decodes if r.req_id not in now and r not in lost]
+        still = [r for r in decodes if r.seq_id not in now and r not in lost]
         started = [self.bench.requests[new.req_id] for new in plan.new] if plan is not None else []
         before_it = best is not None and any(r.order < best.order for r in started)
-        assert best is None or best.req_id in now or best in still or (before_it and best not in decodes)
+        assert best is None or best.seq_id in now or best in still or (before_it and best not in decodes)
         if ending or still:
             # Somebody's blocks are as good as free: nobody is thrown out, and who has no room stands still.
             assert not (ending and lost)
@@ -124,21 +124,21 @@ class Run:
         assert all(victim.order > other for victim in lost for other in kept), "somebody else had to go"
         assert not (lost and started), "blocks were taken from one for another that starts"
         self._check_starts(started, blocked)
-        running = [r for r in self.bench.unfinished if r.status is RequestStatus.RUNNING]
+        running = [r for r in self.bench.unfinished if r.status is SequenceStatus.RUNNING]
         assert self.bench.scheduler.pool.num_used == len({block for r in running for block in r.block_ids})
         assert self.bench.scheduler.num_running == len(running)
         return plan is not None
 
-    def _check_starts(self, started: list[Request], blocked: set[Request]) -> None:
-        """Nobody starts before one that waits and is before it, unless that one waited for its leader."""
+    def _check_starts(self, started: list[SequenceState], blocked: set[SequenceState]) -> None:
+        """Nobody starts before one that waits and is before it, unless that one waited for its parent."""
         for waiting in self.bench.unfinished:
-            # Its leader may have got there in this plan: in time only if it was looked at first.
-            leader = waiting.leader
-            passed_by = leader is not None and waiting in blocked and leader.order > waiting.order
-            if waiting.status is RequestStatus.WAITING and not waiting.waits_for_leader and not passed_by:
-                assert all(r.order < waiting.order for r in started), f"request {waiting.req_id} was overtaken"
+            # Its parent may have got there in this plan: in time only if it was looked at first.
+            parent = waiting.parent
+            passed_by = parent is not None and waiting in blocked and parent.order > waiting.order
+            if waiting.status is SequenceStatus.WAITING and not waiting.waits_for_parent and not passed_by:
+                assert all(r.order < waiting.order for r in started), f"request {waiting.seq_id} was overtaken"
         for request in started:
-            assert not request.waits_for_leader
+            assert not request.waits_for_parent
             if request.cache_salt is None or request.sampling.prompt_logprobs is not None:
                 assert request.num_cached == 0
 
@@ -146,7 +146,7 @@ class Run:
         """Take a result; a token may be the last by its number, or by chance, as a stop string would."""
         for request, token in self.bench.scheduler.update(self.bench.executor.collect()):
             if token.error:
-                self.bench.executor.broken.discard(request.req_id)
+                self.bench.executor.broken.discard(request.seq_id)
                 self.end(request)
             elif len(request.output_token_ids) == request.sampling.max_tokens:
                 self.bench.scheduler.finish(request)
@@ -159,7 +159,7 @@ class Run:
         if alive and generator.random() < self.kind.abort:
             self.end(generator.choice(alive))
         if alive and generator.random() < self.kind.broken:
-            self.bench.executor.broken.add(generator.choice(alive).req_id)
+            self.bench.executor.broken.add(generator.choice(alive).seq_id)
         if generator.random() < self.kind.restart:
             self.bench.restart()
             self.restarts += 1
@@ -186,8 +186,8 @@ class Run:
     def check(self) -> None:
         for request in self.bench.requests:
             expected = expected_output(request.prompt_token_ids, request.sampling, VOCAB, len(request.output_token_ids))
-            assert request.output_token_ids == expected, f"request {request.req_id}"
-            assert request.req_id in self.cut or len(expected) == request.sampling.max_tokens
+            assert request.output_token_ids == expected, f"request {request.seq_id}"
+            assert request.seq_id in self.cut or len(expected) == request.sampling.max_tokens
         assert not self.bench.unfinished, "somebody starved"
         self.bench.check_empty()
 
@@ -218,8 +218,8 @@ def test_the_oldest_is_through_in_a_bounded_number_of_steps() -> None:
             run.add()
         bench.step()
         first = bench.unfinished[0]
-        steps = steps + 1 if first.req_id == oldest else 0
-        oldest, longest = first.req_id, max(longest, steps)
+        steps = steps + 1 if first.seq_id == oldest else 0
+        oldest, longest = first.seq_id, max(longest, steps)
         # It gets what the others' decodes leave of each step, and a token in each afterwards.
         chunk = kind.max_num_batched_tokens - (kind.max_num_seqs - 1)
         assert steps <= -(-len(first.prompt_token_ids) // chunk) + first.sampling.max_tokens, "the oldest stands still"

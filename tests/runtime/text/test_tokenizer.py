@@ -19,7 +19,7 @@ from launch.demo_model import ensure_demo_model
 from launch.environment import read_environment
 from launch.progress import Progress
 from runtime.common.errors import CheckpointError, RequestError
-from runtime.text.tokenizer import IncrementalDetokenizer, TextStream, Tokenizer
+from runtime.text.tokenizer import IncrementalDetokenizer, StopChecker, Tokenizer
 
 TEXTS = (
     "",
@@ -387,13 +387,13 @@ def test_a_token_costs_the_same_however_many_came_before(loaded: Tokenizer, monk
 
 
 def stream(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], may_stop_from: int = 0) -> tuple[list[str], bool]:
-    texts = TextStream(tokenizer, tokenizer.encode("x"), stop)
-    pieces: list[str] = []
+    detokenizer, checker = IncrementalDetokenizer(tokenizer, tokenizer.encode("x")), StopChecker(stop)
+    texts: list[str] = []
     for position, token_id in enumerate(tokenizer.encode(text, add_special_tokens=False)):
-        pieces.append(texts.append(token_id, may_stop=position >= may_stop_from))
-        if texts.stopped:
+        texts.append(checker.append(detokenizer.append((token_id,)), may_stop=position >= may_stop_from))
+        if checker.stopped:
             break
-    return [*pieces, texts.finish()], texts.stopped
+    return [*texts, checker.finish(detokenizer.finish())], checker.stopped
 
 
 @pytest.mark.parametrize(
@@ -441,8 +441,3 @@ def test_stop_strings_before_min_tokens_are_text() -> None:
     assert stream(tokenizer, text, ("Q",), may_stop_from=second)[0] != stream(tokenizer, text, ("Q",))[0]
     pieces, stopped = stream(tokenizer, text, ("Q",), may_stop_from=second)
     assert stopped and "".join(pieces) == "zzQzz"
-
-
-def test_no_tokenizer_no_text() -> None:
-    texts = TextStream(None, [1, 2])
-    assert texts.append(5, may_stop=True) == texts.finish() == ""

@@ -26,16 +26,16 @@ import pytest
 from launch.cli import main as cli
 from runtime.common.errors import RankDiedError, RequestError
 from runtime.common.sampling_params import SamplingParams
-from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, Transcript
+from runtime.engine.request import CompletionOutput, RequestOutput, RequestTimes, SequenceOutput
 from tests.checkpoints import tiny_checkpoint
 
 ROOT = Path(__file__).parents[4]
 
 
-def output(transcript: Transcript, piece: str, finish_reason: str | None, error: str = "") -> RequestOutput:
-    old = len(transcript.texts)
-    transcript.add_text(piece)
-    sample = CompletionOutput(0, transcript, 0, len(transcript.texts), finish_reason, error, old_texts=old)
+def output(generated: SequenceOutput, piece: str, finish_reason: str | None, error: str = "") -> RequestOutput:
+    old = len(generated.texts)
+    generated.add_text(piece)
+    sample = CompletionOutput(0, generated, 0, len(generated.texts), finish_reason, error, old_texts=old)
     return RequestOutput(0, (1,), (sample,), finish_reason is not None, RequestTimes(0.0))
 
 
@@ -59,7 +59,7 @@ class FakeAsyncLLM:
         words = messages[-1]["content"].upper().split(" ")
         if words == ["TOO", "LONG"]:
             raise RequestError("a prompt of 300 tokens leaves no room")
-        transcript, ended = Transcript(), False
+        generated, ended = SequenceOutput(), False
         try:
             for number, word in enumerate(words):
                 if word == "^C":
@@ -68,12 +68,12 @@ class FakeAsyncLLM:
                 if word in ("NAN", "DEAD"):
                     self.engine.failure = RankDiedError(rank=1, returncode=-9) if word == "DEAD" else None
                     ended = True
-                    yield output(transcript, "", "error", "not finite")
+                    yield output(generated, "", "error", "not finite")
                     return
                 await asyncio.sleep(0)
                 ended = number == len(words) - 1
                 reason = ("length" if word == "CUT" else "stop") if ended else None
-                yield output(transcript, word if number == 0 else f" {word}", reason)
+                yield output(generated, word if number == 0 else f" {word}", reason)
         finally:
             self.aborted += not ended
 
@@ -209,7 +209,7 @@ def test_sigterm_ends_it_from_within_an_answer(
 ) -> None:
     async def chat(self: FakeAsyncLLM, *_: Any) -> AsyncIterator[RequestOutput]:
         signal.raise_signal(signal.SIGTERM)
-        yield output(Transcript(), "never", "stop")
+        yield output(SequenceOutput(), "never", "stop")
 
     monkeypatch.setattr(llm, "chat", chat)
     assert piped("hi") == (143, "", "lockstep chat: terminated\n")

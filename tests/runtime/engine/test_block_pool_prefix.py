@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from runtime.common.sampling_params import SamplingParams
-from runtime.engine.prefix_cache import extend_hashes
-from runtime.engine.request import Request, RequestStatus
+from runtime.engine.block_pool import extend_hashes
+from runtime.engine.request import SequenceOutput, SequenceState, SequenceStatus
 from tests.runtime.engine.scheduler_bench import Bench, shares
 
 PROMPT = [7 * position % 500 for position in range(100)]
@@ -19,7 +19,7 @@ PROMPT = [7 * position % 500 for position in range(100)]
 def hashes_of(
     prompt: list[int], output: list[int] | None = None, salt: bytes = b"", block_size: int = 4
 ) -> list[bytes]:
-    request = Request(0, tuple(prompt), SamplingParams(), output or [], cache_salt=salt)
+    request = SequenceState(0, tuple(prompt), SamplingParams(), cache_salt=salt, output=SequenceOutput(output or []))
     extend_hashes(request, (len(prompt) + len(output or [])) // block_size, block_size)
     return request.block_hashes
 
@@ -45,7 +45,7 @@ def test_prompt_and_output_are_one_sequence() -> None:
 
 
 def test_hashes_are_made_once_and_extended() -> None:
-    request = Request(0, tuple(PROMPT[:30]), SamplingParams())
+    request = SequenceState(0, tuple(PROMPT[:30]), SamplingParams())
     for count in (2, 1, 5, 7):
         extend_hashes(request, count, 4)
     request.output_token_ids.extend(PROMPT[30:40])
@@ -177,7 +177,7 @@ def test_kept_blocks_that_are_found_use_up_free_ones() -> None:
     assert bench.scheduler.pool.num_free == 3
     again = bench.add(PROMPT[:13], 3)  # Needs four: the three that are left and are just those it finds, and another.
     bench.step()
-    assert again.status is RequestStatus.WAITING
+    assert again.status is SequenceStatus.WAITING
     bench.run()
     assert again.num_cached == 12 and large.num_preemptions == again.num_preemptions == 0
     bench.check_outputs()
@@ -190,7 +190,7 @@ def test_blocks_that_somebody_holds_cost_nothing() -> None:
     assert bench.scheduler.pool.num_free == 3
     again = bench.add(PROMPT[:13], 3)  # Four blocks, three of them there.
     bench.step()
-    assert again.status is RequestStatus.RUNNING and bench.scheduler.pool.num_free == 2
+    assert again.status is SequenceStatus.RUNNING and bench.scheduler.pool.num_free == 2
     bench.run()
     bench.check_outputs()
 
@@ -200,8 +200,8 @@ def test_a_preempted_holder_leaves_shared_blocks_to_the_other_and_finds_them_aga
     first, second = bench.add(PROMPT[:7], 8), bench.add(PROMPT[:7], 8)
     while not second.num_preemptions:
         bench.step()
-    assert first.status is RequestStatus.RUNNING and bench.scheduler.pool.num_used == len(first.block_ids)
-    back = [new for plan in bench.run() for new in plan.new if new.req_id == second.req_id]
+    assert first.status is SequenceStatus.RUNNING and bench.scheduler.pool.num_used == len(first.block_ids)
+    back = [new for plan in bench.run() for new in plan.new if new.req_id == second.seq_id]
     assert back[0].num_computed >= 6
     assert second.num_cached == 6, "counted when it first started"
     assert bench.scheduler.pool.queried_tokens == 14, "only first starts are counted"
@@ -229,22 +229,22 @@ def test_what_a_plan_under_way_computes_is_found_though_its_request_was_preempte
     bench.step()
     second = bench.add(PROMPT[:9], 3)  # Fills the cache.
     bench.submit()
-    assert second.status is RequestStatus.RUNNING and bench.scheduler.pool.num_free == 1
+    assert second.status is SequenceStatus.RUNNING and bench.scheduler.pool.num_free == 1
     bench.submit()
     bench.collect()
     bench.submit()
-    assert second.num_preemptions == 1 and second.num_pending == 1, "its result is still on its way"
+    assert second.num_preemptions == 1 and second.num_in_flight_tokens == 1, "its result is still on its way"
     bench.collect()
     bench.collect()
     bench.run()
-    assert any(new.req_id == second.req_id and new.num_computed for plan in bench.executor.plans for new in plan.new)
+    assert any(new.req_id == second.seq_id and new.num_computed for plan in bench.executor.plans for new in plan.new)
     bench.check_outputs()
 
 
 def test_a_request_whose_numbers_were_not_finite_leaves_nothing_to_find() -> None:
     bench = Bench()
     bad = bench.add(PROMPT[:20], 4)
-    bench.executor.broken = {bad.req_id}
+    bench.executor.broken = {bad.seq_id}
     bench.submit()
     [(request, token)] = bench.scheduler.update(bench.executor.collect())
     assert request is bad and token.error

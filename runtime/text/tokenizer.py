@@ -1,8 +1,8 @@
 """Text to token ids and back, from a checkpoint's own files, over the ``tokenizers`` library.
 
-:class:`Tokenizer` gives what transformers' ``AutoTokenizer`` gives for the same folder. :class:`IncrementalDetokenizer` makes
-text of tokens that arrive one by one, and :class:`StopChecker` finds stop strings in it. Chat templates are rendered by ``chat_template.py``; when
-a request has ended is ``engine.py``'s to say. No code from a checkpoint is run here.
+:class:`Tokenizer` encodes and decodes as transformers' ``AutoTokenizer`` does for the same folder.
+:class:`IncrementalDetokenizer` decodes tokens that arrive one by one, and :class:`StopChecker` finds stop strings in
+their text. Chat templates are rendered by ``chat_template.py``. No code from a checkpoint is run here.
 """
 
 from __future__ import annotations

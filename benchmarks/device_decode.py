@@ -1,6 +1,6 @@
-"""The section of ``device_check.py`` about speed: decode steps of a large random model, eager and in graphs.
+"""The ``decode`` section of ``device_check.py``: time of decode steps of a large random model, eager and in graphs.
 
-The runner of one rank is driven directly, without engine and channels, so that a step's time is the rank's own.
+It drives the runner of one rank directly, without engine and channels.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from benchmarks.ops import median_milliseconds
 from benchmarks.random_model import RandomRunner, llama_config
 from benchmarks.roofline import read_bandwidth
 from parallel.group import single_rank_group
-from runtime.common.config import CompileMode, EngineConfig, resolve
+from runtime.common.config import EngineConfig, GraphMode, resolve
 from runtime.common.model_config import ModelConfig, load_model_config
 from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
 from runtime.common.sampling_params import SamplingParams
-from workers.compile.levels import CompileSettings
+from workers.compile.levels import EAGER, CompileSettings
 from workers.runner import ModelRunner
 
 LLAMA_8B = {
@@ -36,15 +36,15 @@ LLAMA_8B = {
 }  # fmt: skip
 
 STEPS = 20
-"""Decode steps that are timed; the first few warm up."""
+"""Timed decode steps; the first three warm up."""
 
-ROW_52 = {"layers": 32, "kernels_per_layer": 15, "launch_us": 5.0, "eager_launch_ms": 2.4}
-"""The example that is repeated here with measured numbers."""
+LAUNCH_EXAMPLE = {"layers": 32, "kernels_per_layer": 15, "launch_us": 5.0, "eager_launch_ms": 2.4}
+"""An example of launch overhead: 32 layers of 15 kernels at 5 us each. The report repeats it with measured numbers."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is decoded: numbers of requests, tokens of a prompt, the longest context, and the model's dtype."""
+    """Batch sizes, tokens of a prompt, the maximum context length, and the model's dtype."""
 
     batches: tuple[int, ...]
     prompt_tokens: int
@@ -56,7 +56,7 @@ SIZES = {"cuda": Sizes((1, 8, 64), 128, 1024, "bfloat16"), "cpu": Sizes((1, 3), 
 
 
 def decode(job: Job, report: Report) -> None:
-    """Time, memory bandwidth and launches of decode steps. All modes run; the failures are raised together."""
+    """Measure time, memory bandwidth and launches of decode steps. All modes run; failures are raised together."""
     sizes = SIZES[job.device]
     runner = _make_runner(job, sizes, report)
     driver = Driver(runner)
@@ -65,7 +65,7 @@ def decode(job: Job, report: Report) -> None:
     report["steps"], report["launches"] = list[Report](), dict[str, Any]()
     made: dict[str, list[int]] = {}
     failures: list[str] = []
-    for mode, forward, settings in _ways(job, runner, report):
+    for mode, forward, settings in _modes(job, runner, report):
         try:
             _use(runner, forward, settings)
             made[mode] = []
@@ -83,7 +83,7 @@ def decode(job: Job, report: Report) -> None:
                     }
                 )
             report["launches"][mode] = driver.launches()
-        except Exception as error:  # noqa: BLE001 - raised with the others, when all have run
+        except Exception as error:  # noqa: BLE001 - raised with the others after all modes
             failures.append(f"{mode}: {type(error).__name__}: {error}")
     report["tokens_as_eager"] = {
         mode: sum(a == b for a, b in zip(tokens, made["eager"], strict=True)) / len(tokens)
@@ -91,14 +91,14 @@ def decode(job: Job, report: Report) -> None:
         if "eager" in made and len(tokens) == len(made["eager"])
     }
     if not failures:
-        report["row_52"] = _launch_overhead(job.device, report)
+        report["launch_overhead"] = _launch_overhead(job.device, report)
         failures += _other_tokens(made, compiled=job.compile)
     if failures:
         raise AssertionError("\n".join(failures))
 
 
 def _make_runner(job: Job, sizes: Sizes, report: Report) -> RandomRunner:
-    """The model on the device, with as many layers as half of its memory holds."""
+    """A runner whose model has as many layers as fit in half of the device's memory."""
     shape = dict(LLAMA_8B if job.on_gpu else TINY_CPU)
     if job.on_gpu:
         free, _ = torch.cuda.mem_get_info()
@@ -132,19 +132,20 @@ def _make_runner(job: Job, sizes: Sizes, report: Report) -> RandomRunner:
     return runner
 
 
-def _ways(job: Job, runner: RandomRunner, report: Report) -> list[tuple[str, Any, CompileSettings]]:
-    """Names of the modes, with what runs a step and how it is captured."""
-    eager = CompileSettings(0, CompileMode.NONE, "NONE", ())
+def _modes(job: Job, runner: RandomRunner, report: Report) -> list[tuple[str, Any, CompileSettings]]:
+    """The name, the forward and the compile settings of each mode. A CPU captures graphs of a compiled model only."""
+    eager = ("eager", runner.model, EAGER)
     if not job.compile:
-        return [("eager", runner.model, eager), ("FULL", runner.model, replace(eager, graph_mode="FULL"))]
+        full = ("FULL", runner.model, replace(EAGER, graph_mode=GraphMode.FULL))
+        return [eager, full] if job.on_gpu else [eager]
     forward, compiled, settings = runner.compile()
     report["compile"] = {"seconds": round(compiled.seconds, 1), "distinct_pieces": compiled.distinct_subgraphs}
-    modes = ("NONE", "PIECEWISE", "FULL")
-    return [("eager", runner.model, eager), *((m, forward, replace(settings, graph_mode=m)) for m in modes)]
+    modes = (GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL)
+    return [eager, *((mode.value, forward, replace(settings, graph_mode=mode)) for mode in modes)]
 
 
 def _use(runner: ModelRunner, forward: Any, settings: CompileSettings) -> None:
-    """Have the runner make steps that way, captured before they are timed."""
+    """Make the runner use ``forward`` and its graphs, captured before a step is timed."""
     runner.graphs.discard()
     if warning := runner.use(forward, settings):
         raise AssertionError(warning)
@@ -153,14 +154,14 @@ def _use(runner: ModelRunner, forward: Any, settings: CompileSettings) -> None:
 
 
 def _other_tokens(made: dict[str, list[int]], *, compiled: bool) -> list[str]:
-    """Modes whose tokens differ though they run the same code on the same sizes; compiled code is other than eager."""
+    """A line for each mode whose tokens differ from another mode's of the same code; compiled and eager code differ."""
     same = {mode: tokens for mode, tokens in made.items() if not (compiled and mode == "eager")}
     (first, wanted), *others = same.items()
-    return [f"{mode} made other tokens than {first}" for mode, tokens in others if tokens != wanted]
+    return [f"the tokens of {mode} differ from those of {first}" for mode, tokens in others if tokens != wanted]
 
 
 class Driver:
-    """Feeds a runner batches of requests that all decode together."""
+    """Runs batches of decoding requests on a runner."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -169,7 +170,7 @@ class Driver:
         self._live: tuple[int, ...] = ()
 
     def decode(self, batch: int, prompt_tokens: int) -> tuple[float, list[int]]:
-        """Median seconds of a decode step of ``batch`` requests, and all tokens that they made."""
+        """Median seconds of a decode step of ``batch`` requests, and all sampled tokens."""
         noise = random.Random(batch)
         each = -(-(prompt_tokens + STEPS + 2) // self._runner.config.block_size)
         greedy = SamplingParams(max_tokens=STEPS + 2, temperature=0.0, ignore_eos=True, seed=0)
@@ -190,7 +191,7 @@ class Driver:
         return statistics.median(times[3:]), tokens
 
     def step(self) -> list[int]:
-        """One more token for every request."""
+        """Decode one token of every request."""
         return self._run(StepPlan(next(self._steps), tuple(ScheduledRequest(req, 1) for req in self._live)))
 
     def _run(self, plan: StepPlan) -> list[int]:
@@ -200,7 +201,7 @@ class Driver:
         return [token.token_id for token in result.tokens]
 
     def launches(self) -> dict[str, int]:
-        """What the host asks of the GPU in one decode step of the last batch; on the CPU, the ops it runs."""
+        """Kernels, graphs, copies and fills that one decode step of the last batch launches; on the CPU, its ops."""
         on_gpu = self._runner.device.type == "cuda"
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiled:
             self.step()
@@ -213,7 +214,7 @@ class Driver:
 
 
 def _bytes_moved(model: ModelConfig, itemsize: int, batch: int, context: int) -> int:
-    """The least a decode step reads: every weight but the input embedding once, and the keys and values."""
+    """Bytes that a decode step has to read: every weight but the input embedding once, and the keys and values."""
     attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.hidden_size
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     cached = 2 * batch * context * model.num_kv_heads * model.head_dim
@@ -221,7 +222,7 @@ def _bytes_moved(model: ModelConfig, itemsize: int, batch: int, context: int) ->
 
 
 def _memory_bandwidth(device: str) -> float:
-    """Bytes per second: on a GPU the better of reading and of copying 2 GiB, by the device's own clock."""
+    """Bytes per second: on a GPU the maximum of reading and copying 2 GiB, by the device's clock."""
     if device == "cpu":
         return read_bandwidth(device, repeats=1)
     source = torch.empty(2**31, dtype=torch.uint8, device=device).random_().view(torch.float32)
@@ -231,23 +232,23 @@ def _memory_bandwidth(device: str) -> float:
 
 
 def _launch_overhead(device: str, report: Report) -> Report:
-    """Launches of an eager step times the cost of one, beside what a graph saves of the smallest batch's step."""
+    """Launches of an eager step times the cost of one, and the time that a FULL graph saves at the smallest batch."""
     seconds = _launch_seconds(device)
     launches = {mode: sum(counts.values()) for mode, counts in report["launches"].items()}
     batch = min(row["batch"] for row in report["steps"])
     step_ms = {row["mode"]: row["step_ms"] for row in report["steps"] if row["batch"] == batch}
     return {
-        "example": ROW_52,
+        "example": LAUNCH_EXAMPLE,
         "launch_us": round(seconds * 1e6, 2),
         "launches_per_step": launches,
         "predicted_eager_launch_ms": round(launches["eager"] * seconds * 1e3, 3),
         "step_ms": step_ms,
-        "saved_by_full_ms": round(step_ms["eager"] - step_ms["FULL"], 3),
+        "saved_by_full_ms": round(step_ms["eager"] - step_ms["FULL"], 3) if "FULL" in step_ms else None,
     }
 
 
 def _launch_seconds(device: str, launches: int = 500) -> float:
-    """Seconds that the host takes to launch one tiny kernel (on the CPU: to run one tiny op)."""
+    """Seconds of the host to launch one small kernel; on the CPU, to run one small op."""
     x = torch.zeros(1, device=device)
     times: list[float] = []
     for _ in range(7):

@@ -1,6 +1,6 @@
-"""The sections of ``device_check.py`` about being right: kernels and greedy tokens; also the kernels' rooflines.
+"""The sections of ``device_check.py`` that check results, kernels and greedy tokens, and the kernels' rooflines.
 
-A section fills a report, and raises where something is not as it has to be. Decode steps are ``device_decode.py``'s.
+A section fills a report and raises if a check fails. ``device_decode.py`` has the section of decode steps.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from launch.llm import LLM
 from runtime.common.sampling_params import SamplingParams
 
 Report = dict[str, Any]
-"""What a section found; kept also if the section fails later."""
+"""The results of a section; kept if the section fails later."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Where a section works.
+    """The settings of one section.
 
     Attributes:
         device: "cuda" or "cpu".
         folder: for its files.
-        compile: whether to compile; without it there are no pieces, hence no PIECEWISE.
+        compile: whether to compile; if not, PIECEWISE is left out.
     """
 
     device: str
@@ -41,12 +41,12 @@ class Job:
 
     @property
     def cache(self) -> str:
-        """Compiled code, for all sections of a check."""
+        """The folder of compiled code that all sections share."""
         return str(self.folder.parent / "cache")
 
     @property
     def on_gpu(self) -> bool:
-        """Whether sizes are those of earnest."""
+        """Whether the sizes are those of a real model."""
         return self.device == "cuda"
 
 
@@ -100,14 +100,14 @@ def kernels(job: Job, report: Report) -> None:
         key = f"{name} {str(dtype).removeprefix('torch.')}"
         try:
             errors[key] = max(errors.get(key, 0.0), CHECKS[name](job.device, dtype, **sizes))
-        except Exception as error:  # noqa: BLE001 - raised with the others, when all have run
+        except Exception as error:  # noqa: BLE001 - raised with the others after all checks
             failures.append(f"{key} {sizes}: {type(error).__name__}: {error}")
     if failures:
         raise AssertionError("\n".join(failures))
 
 
 def rooflines(job: Job, report: Report) -> None:
-    """Every kernel against memory bandwidth or matrix rate."""
+    """Every kernel's share of the memory bandwidth or the matrix rate."""
     if job.on_gpu:
         report["rows"] = bench_kernels()
     else:
@@ -130,14 +130,14 @@ def tokens(job: Job, report: Report) -> None:
     modes: dict[str, dict[str, Any]] = {"eager": {"enforce_eager": True}}
     if job.compile:
         modes |= {mode: {"cudagraph_mode": mode} for mode in ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")}
-    else:
+    elif job.on_gpu:
         modes["FULL"] = {"cudagraph_mode": "FULL", "compile_mode": "NONE"}
     folder = _tiny_checkpoint(job)
     _compare({mode: _generate(job, folder, report, mode, **settings) for mode, settings in modes.items()}, report)
 
 
 def tensor_parallel(job: Job, report: Report) -> None:
-    """Two ranks, on a machine with one GPU both on it, have the tokens of one."""
+    """Two ranks generate the tokens of one rank. On a machine with one GPU, both ranks use it."""
     folder = _tiny_checkpoint(job)
     found = {
         f"TP {size}": _generate(
@@ -153,7 +153,7 @@ def _tiny_checkpoint(job: Job) -> Path:
 
 
 def _generate(job: Job, folder: Path, report: Report, name: str, **settings: Any) -> list[list[int]]:
-    """Tokens of prompts that start together and end apart, so that steps are of all kinds."""
+    """Tokens of prompts of different lengths that start together, so that steps of every kind occur."""
     lengths = random.Random(0)
     prompts = [[lengths.randrange(3, 1000) for _ in range(length)] for length in (1, 40, 7, 130, 16, 33, 2)]
     params = [SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True) for new in (24, 20, 16, 12, 24, 8, 20)]
@@ -169,7 +169,7 @@ def _generate(job: Job, folder: Path, report: Report, name: str, **settings: Any
 
 
 def _compare(found: Mapping[str, Sequence[Sequence[int]]], report: Report) -> None:
-    """Raise unless all ways gave the same tokens."""
+    """Raise unless all runs generated the same tokens."""
     (first, wanted), *others = found.items()
     report["compared"] = list(found)
     report["tokens"] = sum(map(len, wanted))

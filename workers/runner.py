@@ -17,18 +17,16 @@ from parallel.group import TensorParallelGroup
 from parallel.library import python_implementations
 from parallel.platform import platform_for
 from runtime.common.checkpoint import inspect_checkpoint
-from runtime.common.config import CompileMode, EngineConfig, GraphMode
+from runtime.common.config import EngineConfig, GraphMode
 from runtime.common.errors import ConfigError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import StepPlan, StepResult
 from workers.batch import Batch, BatchBuffers
-from workers.compile.levels import CompileSettings, missing_for_compiling, resolve_level
+from workers.compile.levels import EAGER, CompileSettings, missing_for_compiling, resolve_level
 from workers.forward_context import AttentionMetadata, ForwardContext
-from workers.graphs.dispatcher import Dispatch, uniform_query_len
+from workers.graphs.dispatcher import Dispatch, resolve_capture_sizes, supported_mode, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
 from workers.graphs.inputs import Forward, StaticInputs
-from workers.graphs.modes import supported_mode
-from workers.graphs.sizes import resolve_capture_sizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.decoder import DecoderForCausalLM
 from workers.models.registry import build_model
@@ -138,7 +136,7 @@ class ModelRunner:
     def _run_largest_steps(self) -> None:
         """Run the longest prompt and the largest decode batch as dummy batches: no KV writes."""
         inputs = StaticInputs(self.buffers)
-        prompt, decode = inputs.prompt, inputs.decode
+        prompt, decode = inputs.dummy_prompt, inputs.dummy_decode
         for make, rows in ((prompt, self.buffers.max_num_tokens), (decode, self.config.max_num_seqs)):
             hidden = self.graphs.run(Dispatch(GraphMode.NONE, rows), make(rows))
             self.model.compute_logits(hidden[: self.config.max_num_seqs])
@@ -164,7 +162,7 @@ class ModelRunner:
             checkpoint=self.config.model,
         )
         self.prompt_scorer = PromptScorer(self.group, self.model.vocab_shard, self.model_config.vocab_size)
-        self.use(self.model, CompileSettings(0, CompileMode.NONE, "NONE", ()))
+        self.use(self.model, EAGER)
 
     # ---- compile and capture
 
@@ -177,8 +175,7 @@ class ModelRunner:
         from workers.compile.compiler import compile_model  # Late: a start without compiling needs none of it.
 
         platform = platform_for(self.device)
-        mode = None if self.config.compile_mode is None else CompileMode(self.config.compile_mode)
-        settings = resolve_level(self.config, platform, mode=mode, missing=missing_for_compiling(platform))
+        settings = resolve_level(self.config, missing=missing_for_compiling(platform))
         forward, report = compile_model(
             self.model,
             mode=settings.mode,
@@ -199,9 +196,9 @@ class ModelRunner:
             settings: the compile settings of ``forward``.
         """
         mode, warning = supported_mode(
-            GraphMode.parse(settings.graph_mode),
+            settings.graph_mode,
+            compile_mode=settings.mode,
             device_type=self.device.type,
-            split=settings.mode is CompileMode.PIECEWISE,
             attention_capturable=self.model.attention_backend.capturable,
             collectives_capturable=self.group.backend in ("none", "nccl"),
         )

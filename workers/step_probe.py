@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import time
 
-from runtime.common.config import GraphMode
 from runtime.common.errors import EngineError
 from runtime.common.protocol import ScheduledRequest, StepPlan
-from workers.graphs.dispatcher import Dispatch
-from workers.graphs.graph_runner import GraphRunner
-from workers.graphs.sizes import CaptureSizes
 from workers.runner import ModelRunner
 
 
@@ -33,15 +29,6 @@ def measure_decode_step(runner: ModelRunner, repeats: int) -> dict[str, float]:
     if not requests:
         raise EngineError("there is no decode step to measure: no live request has a computed token")
     plan = StepPlan(0, tuple(ScheduledRequest(request.req_id, 1) for request in requests))
-    timed = GraphRunner(
-        runner.forward,
-        mode=GraphMode.FULL,
-        sizes=CaptureSizes((runner.graphs.choose(len(requests), len(requests), 1).size,), ()),
-        buffers=runner.buffers,
-        make_context=runner.make_context,
-        device=runner.device,
-    )
-    timed.capture()  # Before the buffers are filled: capturing fills them with padding.
     for request in requests:
         request.num_computed -= 1
     choice, batch = runner.fill_buffers(plan)
@@ -50,5 +37,5 @@ def measure_decode_step(runner: ModelRunner, repeats: int) -> dict[str, float]:
         started = time.perf_counter()
         runner.graphs.run(choice, batch.metadata)
         forward = min(forward, time.perf_counter() - started)
-        ops = min(ops, timed.op_seconds(Dispatch(GraphMode.FULL, choice.size), batch.metadata))
+        ops = min(ops, runner.graphs.op_seconds(choice, batch.metadata))
     return {"forward": forward, "ops": ops}

@@ -1,1 +1,1 @@
-"""From a model to a compiled model: trace, cut, compile each distinct subgraph once, remember all of it on disk."""
+"""Compilation of a model: trace it, split it, compile each distinct subgraph once, cache all of it on disk."""

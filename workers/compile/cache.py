@@ -1,10 +1,8 @@
-"""Compiled artifacts on disk: one folder per key, checked before use, written at once, one writer at a time.
+"""The artifact cache on disk: one folder per key, verified before use, written atomically, one writer at a time.
 
-Trust: an entry holds code that is run (Python, shared objects, on CUDA Inductor's own pickles). Checksums find what is
-truncated, mixed up or left by another program; they are no signature. Whoever can write to the cache directory can
-run code as this user, so it is created for its owner alone and must not be shared with users one does not trust.
-
-What goes into an entry and its key is ``subgraph.py``'s, ``plan.py``'s and ``keys.py``'s.
+Trust: an entry holds code that is executed (Python, shared objects, on CUDA Inductor's own pickles). Checksums detect
+truncated, mixed up and foreign files; they are no signature. A user who can write to the cache directory can run code
+as its owner, so the directory is created with mode 0700 and must not be shared with untrusted users.
 """
 
 from __future__ import annotations
@@ -31,20 +29,19 @@ log = logging.getLogger("lockstep")
 
 MANIFEST = "manifest"
 FORMAT = 1
-_DIGEST_BYTES = 16
+_CHECKSUM_BYTES = 16
 _INSTALL_ATTEMPTS = 100
 _STALE_SECONDS = 3600.0
-"""How old a leftover has to be to be removed, if this host has no such process. Another host that shares the directory
-may have it, but then it works on the folder now."""
+"""Minimum age of a leftover folder that is removed. A younger one may belong to a process of another host."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry that was found whole.
+    """A verified entry.
 
     Attributes:
-        folder: where its files are.
-        files: their contents as they were verified.
+        folder: the folder of its files.
+        files: their verified contents.
     """
 
     folder: Path
@@ -52,62 +49,62 @@ class Entry:
 
 
 class Store:
-    """The entries under one directory.
+    """The cache entries under one directory.
 
-    Nothing here raises for a directory that cannot be read or written: an entry is then compiled again or not kept,
-    and :attr:`warnings` says so.
+    No method raises for a directory that cannot be read or written: the caller compiles again, and :attr:`warnings`
+    says why.
 
     Args:
-        root: the directory, made when first written to; "": nothing is kept.
+        root: the directory, created by the first write; "": the store keeps nothing.
 
     Attributes:
-        warnings: what the user should know.
+        warnings: messages for the user.
     """
 
     def __init__(self, root: str) -> None:
         self.root = Path(root) if root else None
         self.warnings: list[str] = []
-        self._complained = False
+        self._warned_of_writing = False
 
     def load(self, key: str) -> Entry | None:
-        """The entry, or None if there is none or it is not what was written under this key."""
+        """The entry; None if it is missing, damaged or of another key."""
         folder = None if self.root is None else self.root / key
         if folder is None or not os.path.lexists(folder):
             return None
         try:
             return Entry(folder, _verified(folder, key))
         except (OSError, ValueError) as error:
-            self.warn(f"the compiled code in {folder} cannot be used ({error}) and is compiled again")
+            self.warn(f"the compiled code in {folder} is unusable ({error}) and is compiled again")
             return None
 
     def save(self, key: str, files: Mapping[str, bytes]) -> Entry | None:
-        """Write an entry in one step, in place of a broken one. None if it could not be kept."""
+        """Write an entry atomically; it replaces a damaged one. None if writing failed."""
         if self.root is None:
             return None
         folder = self.root / key
-        made: str | None = None
+        new: str | None = None
         try:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            made = tempfile.mkdtemp(prefix=f".new-{os.getpid()}-", dir=self.root)
+            new = tempfile.mkdtemp(prefix=f".new-{os.getpid()}-", dir=self.root)
             for name, content in files.items():
-                Path(made, name).write_bytes(content)
-            Path(made, MANIFEST).write_bytes(_manifest(key, files))
-            self._install(made, folder)
+                Path(new, name).write_bytes(content)
+            Path(new, MANIFEST).write_bytes(_manifest(key, files))
+            self._install(new, folder)
         except OSError as error:
             self._cannot_write(error)
             return None
         finally:
-            if made is not None:
-                shutil.rmtree(made, ignore_errors=True)
+            if new is not None:
+                shutil.rmtree(new, ignore_errors=True)
         return Entry(folder, dict(files))
 
     @contextlib.contextmanager
     def lock(self, key: str, *, wait: bool) -> Generator[bool]:
-        """Hold the right to write ``key``, among all processes of this host that use this directory.
+        """Hold the lock of ``key`` among all processes of this host that use this directory.
 
         Yields:
-            whether it is held. Without ``wait`` it is not held if another process has it. On a file system without
-            locks it counts as held, so that several processes may compile the same artifact.
+            whether the lock is held. Without ``wait`` it is False if another process holds it. On a file system
+            without locks it is True, and several processes may compile the same code.
         """
         if self.root is None:
             yield True
@@ -126,10 +123,10 @@ class Store:
 
     @contextlib.contextmanager
     def scratch(self, *, keep: bool = False) -> Generator[str]:
-        """A folder for a compiler's files: under the root, or with the system's where that fails.
+        """A folder for a compiler's files: under the root, or the system's temporary folder if that fails.
 
-        It is removed at the end of the ``with`` block. With ``keep`` it stays as long as this process may read it, and
-        is removed by a later start.
+        It is removed at the end of the ``with`` block. With ``keep`` it stays while this process runs, and a later
+        start removes it.
         """
         folder: str | None = None
         if self.root is not None:
@@ -145,73 +142,73 @@ class Store:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Remove what killed processes left behind."""
-        assert self.root is not None, "only called with a root"
+        """Remove the folders that killed processes left."""
+        assert self.root is not None, "sweeping needs a root"
         for path in self.root.glob(".*-*"):
             with contextlib.suppress(OSError):
                 alive = os.path.exists(f"/proc/{path.name.split('-')[1]}")
                 if not alive and time.time() - path.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(path)
 
-    def _install(self, made: str, folder: Path) -> None:
-        """Give a finished folder its name. Others may be doing the same for the same key: the last one stays."""
+    def _install(self, new: str, folder: Path) -> None:
+        """Rename a finished folder to its key. If several processes do so, the last one stays."""
         for attempt in range(_INSTALL_ATTEMPTS):
             self._put_aside(folder)
             try:
-                os.rename(made, folder)
+                os.rename(new, folder)
                 return
             except OSError as error:
-                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # Between the two lines, by another process.
+                taken = error.errno in (errno.ENOTEMPTY, errno.EEXIST)  # By another process, since _put_aside().
                 if not taken or attempt + 1 == _INSTALL_ATTEMPTS:
                     raise
 
     def _put_aside(self, folder: Path) -> None:
-        """Make room for a new entry. What is in the way may be in use by a running process: renamed, it stays whole."""
+        """Rename an existing entry. A process that is reading it still finds its open files."""
         if not os.path.lexists(folder):
             return
         aside = tempfile.mkdtemp(prefix=f".old-{os.getpid()}-", dir=folder.parent)
-        with contextlib.suppress(FileNotFoundError):  # Another process that saves the same was faster.
+        with contextlib.suppress(FileNotFoundError):  # Another process has renamed it.
             os.rename(folder, Path(aside, "entry"))
         shutil.rmtree(aside, ignore_errors=True)
 
     def _cannot_write(self, error: OSError) -> None:
-        if not self._complained:
-            self._complained = True
+        if not self._warned_of_writing:
+            self._warned_of_writing = True
             self.warn(
-                f"compiled code cannot be kept in {self.root} ({error}), so every start compiles again; make it "
+                f"compiled code cannot be written to {self.root} ({error}), so every start compiles again; make it "
                 "writable or set LOCKSTEP_CACHE_DIR"
             )
 
     def warn(self, text: str) -> None:
-        """Note something the user should know, and log it."""
+        """Add a warning and log it."""
         self.warnings.append(text)
         log.warning("%s", text)
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 def _manifest(key: str, files: Mapping[str, bytes]) -> bytes:
-    """What belongs to the entry, followed by its own digest."""
-    listed = {name: _digest(content) for name, content in files.items()}
+    """The key and the checksums of an entry's files, followed by a checksum of both."""
+    listed = {name: _checksum(content) for name, content in files.items()}
     body = pack({"format": FORMAT, "key": key, "files": listed})
-    return body + _digest(body)
+    return body + _checksum(body)
 
 
 def _verified(folder: Path, key: str) -> dict[str, bytes]:
-    """The contents of an entry's files. Raises ValueError where they are not those that were written."""
+    """The contents of an entry's files. Raises ValueError if a checksum differs."""
     manifest = Path(folder, MANIFEST).read_bytes()
-    body, told = manifest[:-_DIGEST_BYTES], manifest[-_DIGEST_BYTES:]
-    if _digest(body) != told:
+    body, checksum = manifest[:-_CHECKSUM_BYTES], manifest[-_CHECKSUM_BYTES:]
+    if _checksum(body) != checksum:
         raise ValueError("its manifest is damaged")
     fields: Any = msgpack.unpackb(body)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT or fields.get("key") != key:
         raise ValueError("it was written under another key or by another version")
     files: dict[str, bytes] = {}
-    for name, digest in fields["files"].items():
+    for name, checksum in fields["files"].items():
         content = Path(folder, name).read_bytes()
-        if _digest(content) != digest:
+        if _checksum(content) != checksum:
             raise ValueError(f"{name} is damaged")
         files[name] = content
     return files
@@ -229,4 +226,4 @@ def _acquire(lock: BaseFileLock, *, wait: bool) -> bool:
 
 
 def _say_waiting() -> None:
-    log.info("waiting for another process that compiles the same code")
+    log.info("waiting for another process that is compiling the same code")

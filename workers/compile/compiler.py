@@ -1,7 +1,7 @@
-"""From a loaded model to what steps call: trace, cut, compile or find every subgraph, bind. One call at start-up.
+"""From a loaded model to the forward that steps call: trace, split, compile or load every subgraph, bind.
 
-A later start finds the plan of the same model on the same machine and skips all but the last. What each mode means is
-``levels.py``'s. Nothing here executes the model or a collective, so a rank that fails here holds nobody up.
+A later start with an equal model on an equal machine loads the plan and skips tracing. No op and no collective is
+executed here, so a rank that fails blocks no other rank.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ from parallel.platform import Platform
 from runtime.common.config import CompileMode, EngineConfig
 from runtime.common.model_config import ModelConfig
 from workers.compile.cache import Store
-from workers.compile.compiled_model import CompiledModel
+from workers.compile.compiled_model import CompiledModel, Run
 from workers.compile.errors import CompileError, TraceError
-from workers.compile.keys import digest, environment, model_shape, source_digest
+from workers.compile.keys import cache_key, environment, model_shape, source_hash
 from workers.compile.plan import Plan, make_plan
 from workers.compile.split import SPLITTING_OPS, Segment, Subgraph, make_subgraph, split_graph
-from workers.compile.subgraph import INDUCTOR_OPTIONS, Run, SubgraphCompiler, load_subgraph
-from workers.compile.tracing import FEWEST_TOKENS, example_inputs, explained, own_entry, trace_model
+from workers.compile.subgraph_compiler import INDUCTOR_OPTIONS, SubgraphCompiler, load_subgraph
+from workers.compile.tracing import MIN_TOKENS, example_inputs, explain, own_entry, trace_model
 
 log = logging.getLogger("lockstep")
 
 PLAN_FILE = "plan"
 
-Compiled = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """input_ids [T], positions [T] -> hidden states [T, hidden_size], inside a forward context."""
 
 Progress = Callable[[int, int], None]
-"""Distinct subgraphs that are ready, and how many there are."""
+"""Called with the number of ready distinct subgraphs and the number of all."""
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What compiling came to on this rank.
+    """The result of compiling on this rank.
 
     Attributes:
-        compiled_subgraphs: subgraphs this process put through Inductor.
-        distinct_subgraphs: subgraphs that differ; each is compiled once, however many layers have it.
-        cache_hits: distinct subgraphs taken from the cache.
-        seconds: that all of it took.
-        warnings: what the user should know.
-        plan_from_cache: whether the model was not even traced.
+        compiled_subgraphs: subgraphs that this process compiled with Inductor.
+        distinct_subgraphs: subgraphs that differ; each is compiled once, however many layers use it.
+        cache_hits: distinct subgraphs loaded from the cache.
+        seconds: duration of all of it.
+        warnings: messages for the user.
+        plan_from_cache: whether the trace was skipped.
         subgraphs: stages of the model that are compiled code; equal on all ranks.
     """
 
@@ -72,27 +72,27 @@ def compile_model(
     device: torch.device,
     example_tokens: int,
     progress: Progress | None = None,
-) -> tuple[Compiled, CompileReport]:
-    """Compile a model whose weights are in place.
+) -> tuple[Forward, CompileReport]:
+    """Compile a model whose weights are loaded.
 
     Args:
-        model: one rank's model.
+        model: this rank's shard.
         mode: from ``resolve_level``.
-        config: resolved; ``cache_dir`` says where artifacts are kept, "" keeps none.
+        config: resolved; artifacts are kept under its ``cache_dir``, "" keeps none.
         model_config: part of the plan's key.
         platform: of the device.
-        device: where the model is.
-        example_tokens: tokens of the first trace; fewer than 2 are made 2.
-        progress: told after every distinct subgraph.
+        device: of the model.
+        example_tokens: number of tokens of the first trace, at least 2; smaller values count as 2.
+        progress: called after every distinct subgraph.
 
     Returns:
-        what a step calls, and the report. With mode NONE it is the model itself.
+        the forward that steps call, and the report. With mode NONE it is the model itself.
 
     Raises:
-        CompileError: it cannot be compiled (TraceError: because of how the model is written).
+        CompileError: the model cannot be compiled (TraceError: because of its code).
     """
     started = time.perf_counter()
-    example_tokens = max(example_tokens, FEWEST_TOKENS)
+    example_tokens = max(example_tokens, MIN_TOKENS)
     if mode is CompileMode.NONE:
         return model, CompileReport()
     if mode is CompileMode.STOCK:
@@ -101,24 +101,30 @@ def compile_model(
         return compiled, CompileReport(traces, traces, 0, seconds, subgraphs=1)
     store = Store(os.path.join(config.cache_dir, "compile") if config.cache_dir else "")
     ops = SPLITTING_OPS if mode is CompileMode.PIECEWISE else ()
-    job = _Job(model, store, ops, platform, device, example_tokens, progress or (lambda done, total: None))
-    compiled = job.from_plan(model_config)
+    progress = progress or (lambda done, total: None)
+    compilation = _Compilation(model, store, ops, platform, device, example_tokens, progress)
+    compiled = compilation.from_plan(model_config)
     from_cache = compiled is not None
     if compiled is None:
-        compiled = job.from_model(model_config)
+        compiled = compilation.from_model(model_config)
     return compiled, CompileReport(
-        compiled_subgraphs=job.compiled,
-        distinct_subgraphs=len(job.runs),
-        cache_hits=len(job.runs) - job.compiled,
+        compiled_subgraphs=compilation.compiled,
+        distinct_subgraphs=len(compilation.runs),
+        cache_hits=len(compilation.runs) - compilation.compiled,
         seconds=time.perf_counter() - started,
         warnings=tuple(store.warnings),
         plan_from_cache=from_cache,
-        subgraphs=sum(stage.kind == "subgraph" for stage in compiled.stages),
+        subgraphs=compiled.num_subgraphs,
     )
 
 
-class _Job:
-    """One compilation: what the steps of it share."""
+class _Compilation:
+    """The state of one compilation.
+
+    Attributes:
+        runs: compiled code by cache key.
+        compiled: number of subgraphs that this process compiled.
+    """
 
     def __init__(
         self,
@@ -136,33 +142,34 @@ class _Job:
         self._device = device
         self._example_tokens = example_tokens
         self._progress = progress
-        self._base = [platform.name, environment(device), source_digest(model), dict(INDUCTOR_OPTIONS)]
+        self._base = [platform.name, environment(device), source_hash(model), dict(INDUCTOR_OPTIONS)]
         self.runs: dict[str, Run] = {}
         self.compiled = 0
 
     def _plan_key(self, model_config: ModelConfig) -> str:
-        return digest("plan", *self._base, model_config.to_dict(), model_shape(self._model), list(self._splitting_ops))
+        shape = model_shape(self._model)
+        return cache_key("plan", *self._base, model_config.to_dict(), shape, list(self._splitting_ops))
 
     def from_plan(self, model_config: ModelConfig) -> CompiledModel | None:
-        """The model of an earlier start's plan, None if plan or subgraphs are not all there."""
+        """The compiled model of a cached plan; None if the plan or one of its subgraphs is not cached."""
         entry = self._store.load(self._plan_key(model_config))
         if entry is None:
             return None
         try:
             plan = Plan.unpacked(entry.files[PLAN_FILE])
             for done, key in enumerate(plan.artifacts):
-                run = self._stored(key)
+                run = self._load(key)
                 if run is None:
                     return None
                 self.runs[key] = run
                 self._progress(done + 1, len(plan.artifacts))
             return plan.bind(self._model, self.runs)
         except (CompileError, KeyError, TypeError, ValueError) as error:
-            self._store.warn(f"the compiled model in {entry.folder} cannot be used ({error}); tracing the model anew")
+            self._store.warn(f"the compiled model in {entry.folder} is unusable ({error}); tracing the model again")
             return None
 
     def from_model(self, model_config: ModelConfig) -> CompiledModel:
-        """The model by tracing the model; its plan is kept for the next start."""
+        """Trace and compile the model, and save its plan for later starts."""
         traced = trace_model(self._model, num_tokens=self._example_tokens, device=self._device)
         segments = split_graph(traced.graph, traced.tokens, self._splitting_ops)
         subgraphs: dict[Segment, tuple[Subgraph, str]] = {}
@@ -170,19 +177,19 @@ class _Job:
         for number, segment in enumerate(segments):
             if segment.kind == "subgraph":
                 graph = make_subgraph(segment, traced.tokens)
-                # An output that is a view of an input, and that an op writes to afterwards, has to be that view.
+                # An output that is a view of an input, and that a later op writes to, has to share its memory.
                 views = {segment.outputs[position] for position in graph.aliases}
                 written = any(views & set(later.inputs) for later in segments[number + 1 :] if later.kind == "op")
-                key = digest("subgraph", *self._base, graph.text, written)
+                key = cache_key("subgraph", *self._base, graph.text, written)
                 subgraphs[segment] = graph, key
                 portable[key] = not written
-        self._ready({key: graph for graph, key in subgraphs.values()}, portable)
+        self._obtain_all({key: graph for graph, key in subgraphs.values()}, portable)
         plan = make_plan(traced, segments, subgraphs)
         self._store.save(self._plan_key(model_config), {PLAN_FILE: plan.packed()})
         return plan.bind(self._model, self.runs)
 
-    def _ready(self, graphs: Mapping[str, Subgraph], portable: Mapping[str, bool]) -> None:
-        """Make every subgraph runnable. What another process is compiling is left to it, and waited for last."""
+    def _obtain_all(self, graphs: Mapping[str, Subgraph], portable: Mapping[str, bool]) -> None:
+        """Load or compile every subgraph. Those that other processes are compiling come last, and are waited for."""
         self.runs = {key: run for key, run in self.runs.items() if key in graphs}
         pending = [key for key in graphs if key not in self.runs]
         wait = False
@@ -194,17 +201,18 @@ class _Job:
                         left.append(key)
                         continue
                     self._progress(len(self.runs), len(graphs))
-                # Nothing was free: wait for the first of them. Any progress makes it worth asking for all again.
+                # Every lock was held: wait for the first. After any progress, try all of them again.
                 wait = len(left) == len(pending)
                 pending = left
 
     def _obtain(self, key: str, graph: Subgraph, portable: bool, compiler: SubgraphCompiler, *, wait: bool) -> bool:
-        run = self._stored(key)
+        """Load or compile one subgraph; False if another process holds its lock."""
+        run = self._load(key)
         if run is None:
             with self._store.lock(key, wait=wait) as held:
                 if not held:
                     return False
-                run = self._stored(key)  # Another process may have had the lock before.
+                run = self._load(key)  # The previous holder of the lock may have compiled it.
                 if run is None:
                     subgraph = compiler.compile(graph, portable=portable)
                     self._store.save(key, subgraph.files)
@@ -213,7 +221,7 @@ class _Job:
         self.runs[key] = run
         return True
 
-    def _stored(self, key: str) -> Run | None:
+    def _load(self, key: str) -> Run | None:
         entry = self._store.load(key)
         if entry is None:
             return None
@@ -225,7 +233,7 @@ class _Job:
 
 
 class _StockBackend:
-    """Inductor as torch.compile calls it, but a call made only to compile runs nothing."""
+    """Inductor as ``torch.compile`` calls it. While ``only_compile`` is set, compiled code is not executed."""
 
     def __init__(self) -> None:
         self.traces = 0
@@ -239,18 +247,18 @@ class _StockBackend:
 
         def call(*arguments: Any) -> Any:
             if self.only_compile:
-                raise _Compiled
+                raise _NotExecuted
             return run(*arguments)  # pyright: ignore[reportCallIssue]
 
         return call
 
 
-class _Compiled(Exception):
-    """Raised instead of running compiled code."""
+class _NotExecuted(Exception):
+    """Raised in place of executing compiled code."""
 
 
-def _stock(model: nn.Module, example_tokens: int, device: torch.device) -> tuple[Compiled, int]:
-    """torch.compile with its guards, warmed up for one token and for several, which it compiles separately."""
+def _stock(model: nn.Module, example_tokens: int, device: torch.device) -> tuple[Forward, int]:
+    """``torch.compile`` with guards, warmed up for one token and for several, which it compiles separately."""
     import torch._inductor.config as inductor_config
 
     inductor_config.compile_threads = 1
@@ -263,9 +271,9 @@ def _stock(model: nn.Module, example_tokens: int, device: torch.device) -> tuple
         try:
             with torch.inference_mode():
                 compiled(*arguments.values())
-        except _Compiled:
+        except _NotExecuted:
             continue
         except TorchDynamoException as error:
-            raise TraceError(explained(error, model)) from error
+            raise TraceError(explain(error, model)) from error
     backend.only_compile = False
     return compiled, backend.traces

@@ -1,4 +1,4 @@
-"""What can go wrong between a model and its compiled model. The driver decides what follows from it."""
+"""Errors of compilation. The driver decides whether all ranks fall back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from runtime.common.errors import LockstepError
 
 
 class CompileError(LockstepError):
-    """The model cannot be compiled; ``--enforce-eager`` runs it without."""
+    """The model cannot be compiled; ``--enforce-eager`` runs it uncompiled."""
 
 
 class TraceError(CompileError):
-    """The model's forward is not one graph for every number of tokens; the message names file and line."""
+    """The model's forward is not one graph for every number of tokens; the message has the file and line."""

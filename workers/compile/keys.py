@@ -1,6 +1,6 @@
-"""Names for compiled things: digests of everything they depend on and of nothing else, least of all a rank.
+"""Cache keys of compiled code: hashes of everything that it depends on, and of no rank.
 
-Two ranks with equal shapes share what they compile; another torch, processor, source or setting does not.
+Ranks with equal shapes share artifacts. Another torch version, processor, source or setting has other keys.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import parallel
 import workers
 from runtime.common.protocol import pack
 
-FORMAT = 1
-"""Counts up when a key's meaning or an artifact's form changes."""
+FORMAT = 2
+"""Incremented when the meaning of a key or the form of an artifact changes."""
 
-TRACED_FOLDERS = ("attention", "compile", "layers", "models", "ops", "quantization")
-"""The parts of ``workers/`` that a model's graph depends on. The rest runs around it and may change without."""
+TRACED_FOLDERS = ("attention", "compile", "kernels", "layers", "models", "quantization")
+"""The folders of ``workers/`` that a model's graph depends on."""
 
 
-def digest(*parts: Any) -> str:
-    """A key of plain values (numbers, strings, bytes, lists, dicts)."""
+def cache_key(*parts: Any) -> str:
+    """The key of plain values: numbers, strings, bytes, lists, dicts."""
     return hashlib.blake2b(pack([FORMAT, *parts]), digest_size=20).hexdigest()
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """What compiled code depends on besides its graph: versions, the device's kind, threads."""
+    """What compiled code depends on besides its graph: versions, device, number of threads."""
     facts: dict[str, Any] = {
         "python": sys.implementation.cache_tag,
         "torch": torch.__version__,
         "torch_commit": str(torch.version.git_version),
         "device": device.type,
         "machine": platform.machine(),
-        # The parallel loops of a CPU's code have the number of threads built in.
+        # Parallel loops of CPU code contain the number of threads.
         "threads": torch.get_num_threads(),
         "cpu": cpu_features(),
     }
@@ -62,17 +62,17 @@ def _version(package: str) -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """A digest of what code for "this CPU" may use: the instruction sets Linux lists, and torch's own choice."""
+    """A hash of the instruction sets that Linux lists for this CPU, and of those that torch uses."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    told = sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))})
-    return digest(told, torch.backends.cpu.get_cpu_capability())
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "CPU part"))})
+    return cache_key(features, torch.backends.cpu.get_cpu_capability())
 
 
-def source_digest(model: nn.Module) -> str:
-    """A digest of the sources a trace depends on: our model code and wherever else a module of the model comes from."""
+def source_hash(model: nn.Module) -> str:
+    """A hash of the sources that a trace depends on: our model code, and the files of every module's class."""
     roots = [Path(next(iter(package.__path__))) for package in (parallel, workers)]
     folders = [roots[0], *(roots[1] / name for name in TRACED_FOLDERS)]
     torch_folder = Path(torch.__file__).parent
@@ -82,13 +82,13 @@ def source_digest(model: nn.Module) -> str:
         path = None if file is None else Path(file)
         if path is not None and not any(path.is_relative_to(known) for known in (torch_folder, *folders)):
             others.add(path)
-    return digest(*[_folder_digest(folder) for folder in folders], *_contents(sorted(others)))
+    return cache_key(*[_folder_hash(folder) for folder in folders], *_contents(sorted(others)))
 
 
 @functools.cache
-def _folder_digest(folder: Path) -> str:
+def _folder_hash(folder: Path) -> str:
     files = sorted(path for pattern in ("*.py", "*.c") for path in folder.rglob(pattern))
-    return digest([str(path.relative_to(folder)) for path in files], *_contents(files))
+    return cache_key([str(path.relative_to(folder)) for path in files], *_contents(files))
 
 
 def _contents(files: Iterable[Path]) -> list[bytes]:
@@ -96,7 +96,7 @@ def _contents(files: Iterable[Path]) -> list[bytes]:
 
 
 def model_shape(model: nn.Module) -> list[Any]:
-    """What of a built model shows in its trace: modules' classes, tensors, attention, groups."""
+    """The properties of a built model that its trace contains: classes, tensors, attention layers, groups."""
     modules = [[name, f"{type(m).__module__}.{type(m).__qualname__}"] for name, m in model.named_modules()]
     tensors = [
         [name, list(tensor.shape), list(tensor.stride()), str(tensor.dtype), str(tensor.device)]

@@ -1,12 +1,13 @@
-"""A compiled model as data: the order of stages, where each input comes from, what each splitting op is called with.
+"""A compiled model as data: the order of its stages, where each input comes from, and how each splitting op is called.
 
-A plan names artifacts by key, parameters by name and layers by name, so a later start makes a :class:`CompiledModel`
-of it and the model's tensors without tracing the model. It holds no rank: ranks of equal shapes have the same plan.
+A plan names artifacts by cache key and parameters by name, so a later start binds it to the model's tensors and makes
+a :class:`~workers.compile.compiled_model.CompiledModel` without tracing. It contains no rank: ranks of equal shapes
+have equal plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,40 +16,18 @@ import torch
 from torch import fx, nn
 
 from runtime.common.protocol import pack
-from workers.compile.compiled_model import CompiledModel, Stage
+from workers.compile.compiled_model import Argument, CompiledModel, Run, SplittingOp, Stage, op_runner
 from workers.compile.errors import CompileError
 from workers.compile.split import Segment, Subgraph
-from workers.compile.subgraph import Run
 from workers.compile.tracing import TracedModel
-
-Argument = tuple[Literal["value", "const"], Any]
-"""A position among the stage's values, or a plain value."""
-
-
-@dataclass(frozen=True)
-class OpCall:
-    """One splitting op.
-
-    Attributes:
-        op: ``namespace::name``.
-        overload: of it.
-        arguments: all of the schema's, in order. Values 0, 1, ... are the stage's inputs, followed by the results of
-            the stage's calls.
-    """
-
-    op: str
-    overload: str
-    arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True)
 class PlanStage:
-    """One stage: see :class:`~workers.compile.compiled_model.Stage`.
+    """One stage. Other fields as of :class:`Stage`.
 
     Attributes:
-        artifact: of a subgraph: its key.
-        calls: of an op stage.
-        results: of an op stage: which of its values are its outputs.
+        artifact: of a "subgraph" stage: the cache key of its code.
     """
 
     kind: Literal["subgraph", "op"]
@@ -56,13 +35,13 @@ class PlanStage:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     artifact: str = ""
-    calls: tuple[OpCall, ...] = ()
+    ops: tuple[SplittingOp, ...] = ()
     results: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class BoundTensor:
-    """A parameter or buffer that stages take, and what it has to be like."""
+    """A parameter or buffer that stages take as an input, and its layout."""
 
     index: int
     name: str
@@ -73,7 +52,7 @@ class BoundTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model without its tensors and its code. Fields as of :class:`~workers.compile.compiled_model.CompiledModel`."""
+    """A compiled model without tensors and code. Fields as of :class:`CompiledModel`."""
 
     stages: tuple[PlanStage, ...]
     num_values: int
@@ -84,7 +63,7 @@ class Plan:
 
     @property
     def artifacts(self) -> tuple[str, ...]:
-        """The keys of the distinct subgraphs, in the order of their first use."""
+        """The cache keys of the distinct subgraphs, in the order of their first use."""
         return tuple(dict.fromkeys(stage.artifact for stage in self.stages if stage.kind == "subgraph"))
 
     def packed(self) -> bytes:
@@ -93,27 +72,37 @@ class Plan:
 
     @classmethod
     def unpacked(cls, content: bytes) -> Plan:
-        """The inverse of :meth:`packed`. Raises ValueError or TypeError for something else."""
+        """The inverse of :meth:`packed`.
+
+        Raises:
+            ValueError, TypeError: the content is not a packed plan.
+        """
         fields: dict[str, Any] = msgpack.unpackb(content, use_list=False)
         for stage in fields["stages"]:
-            stage["calls"] = tuple(OpCall(**call) for call in stage["calls"])
+            stage["ops"] = tuple(SplittingOp(**op) for op in stage["ops"])
         fields["stages"] = tuple(PlanStage(**stage) for stage in fields["stages"])
         fields["bound"] = tuple(BoundTensor(**tensor) for tensor in fields["bound"])
         return cls(**fields)
 
     def bind(self, model: nn.Module, runs: Mapping[str, Run]) -> CompiledModel:
-        """The model: this plan with a model's tensors and the code of its subgraphs.
+        """The compiled model: this plan with a model's tensors and the code of its subgraphs.
+
+        Args:
+            model: has the parameters and buffers.
+            runs: compiled code by cache key.
 
         Raises:
-            CompileError: the model has not the tensors that the plan was made for.
+            CompileError: a tensor is missing from the model or has another layout.
         """
         stages = [
             Stage(
                 stage.kind,
                 stage.name,
-                runs[stage.artifact] if stage.kind == "subgraph" else op_runner(stage.calls, stage.results),
+                runs[stage.artifact] if stage.kind == "subgraph" else op_runner(stage.ops, stage.results),
                 stage.inputs,
                 stage.outputs,
+                stage.ops,
+                stage.results,
             )
             for stage in self.stages
         ]
@@ -129,14 +118,14 @@ class Plan:
     def _tensors(self, model: nn.Module) -> dict[int, torch.Tensor]:
         known = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
         tensors: dict[int, torch.Tensor] = {}
-        for wanted in self.bound:
-            tensor = known.get(wanted.name)
-            if tensor is None or wanted != _bound_tensor(wanted.index, wanted.name, tensor):
+        for expected in self.bound:
+            tensor = known.get(expected.name)
+            if tensor is None or expected != _bound_tensor(expected.index, expected.name, tensor):
                 found = "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 raise CompileError(
-                    f"{wanted.name} is {found}; the compiled model takes {wanted.dtype} {list(wanted.shape)}"
+                    f"{expected.name} is {found}; the compiled model takes {expected.dtype} {list(expected.shape)}"
                 )
-            tensors[wanted.index] = tensor.detach()
+            tensors[expected.index] = tensor.detach()
         return tensors
 
 
@@ -150,31 +139,31 @@ def make_plan(
     """The plan of a traced model.
 
     Args:
-        traced: the model.
-        segments: its cut.
-        subgraphs: graph and artifact key of each segment that is a subgraph.
+        traced: the traced model.
+        segments: its graph, split.
+        subgraphs: graph and cache key of each segment that is a subgraph.
 
     Raises:
-        CompileError: a splitting op was called with something that is no plain value.
+        CompileError: an argument of a splitting op is no tensor, number or string.
     """
     index: dict[fx.Node, int] = {}
 
-    def place(node: fx.Node) -> int:
+    def index_of(node: fx.Node) -> int:
         return index.setdefault(node, len(index))
 
-    inputs = {name: place(node) for name, node in traced.step_inputs.items()}
-    place(traced.tokens)
+    inputs = {name: index_of(node) for name, node in traced.step_inputs.items()}
+    index_of(traced.tokens)
     stages: list[PlanStage] = []
     for segment in segments:
         if segment.kind == "subgraph":
             graph, key = subgraphs[segment]
             name = f"subgraph {sum(stage.kind == 'subgraph' for stage in stages)}"
-            taken, outputs = tuple(map(place, graph.inputs)), tuple(map(place, segment.outputs))
+            taken, outputs = tuple(map(index_of, graph.inputs)), tuple(map(index_of, segment.outputs))
             stages.append(PlanStage("subgraph", name, taken, outputs, artifact=key))
         else:
-            taken, outputs = tuple(map(place, segment.inputs)), tuple(map(place, segment.outputs))
-            calls, results = _op_calls(segment)
-            stages.append(PlanStage("op", _layer_name(calls), taken, outputs, calls=calls, results=results))
+            taken, outputs = tuple(map(index_of, segment.inputs)), tuple(map(index_of, segment.outputs))
+            ops, results = _splitting_ops(segment)
+            stages.append(PlanStage("op", _layer_name(ops), taken, outputs, ops=ops, results=results))
     bound = tuple(
         _bound_tensor(index[node], name, node.meta["example_value"])
         for node, name in traced.bound.items()
@@ -184,17 +173,18 @@ def make_plan(
     return Plan(tuple(stages), len(index), bound, inputs, index[traced.tokens], index[result])
 
 
-def _op_calls(segment: Segment) -> tuple[tuple[OpCall, ...], tuple[int, ...]]:
+def _splitting_ops(segment: Segment) -> tuple[tuple[SplittingOp, ...], tuple[int, ...]]:
+    """The calls of a segment of splitting ops, and the positions of its outputs among its values."""
     local = {node: position for position, node in enumerate((*segment.inputs, *segment.nodes))}
-    calls: list[OpCall] = []
+    ops: list[SplittingOp] = []
     for node in segment.nodes:
         op = node.target if isinstance(node.target, torch._ops.OpOverload) else getattr(node.target, "default")  # noqa: B009
         given = [*node.args]
         for argument in op._schema.arguments[len(given) :]:
             given.append(node.kwargs.get(argument.name, argument.default_value))
         arguments = tuple(_argument(value, local, node) for value in given)
-        calls.append(OpCall(op._schema.name, op._overloadname, arguments))
-    return tuple(calls), tuple(local[node] for node in segment.outputs)
+        ops.append(SplittingOp(op._schema.name, op._overloadname, arguments))
+    return tuple(ops), tuple(local[node] for node in segment.outputs)
 
 
 def _argument(value: Any, local: Mapping[fx.Node, int], node: fx.Node) -> Argument:
@@ -207,28 +197,7 @@ def _argument(value: Any, local: Mapping[fx.Node, int], node: fx.Node) -> Argume
     )
 
 
-def _layer_name(calls: Sequence[OpCall]) -> str:
-    """The layer that the ops are called for, their own names where there is none."""
-    names = [value for call in calls for kind, value in call.arguments if kind == "const" and isinstance(value, str)]
-    return ", ".join(dict.fromkeys(names)) or ", ".join(call.op for call in calls)
-
-
-def op_runner(calls: Sequence[OpCall], results: Sequence[int]) -> Run:
-    """A function that makes the calls: the stage's inputs, in a list of its own, to its outputs."""
-    program: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]]]] = []
-    for call in calls:
-        namespace, name = call.op.split("::")
-        op = getattr(getattr(getattr(torch.ops, namespace), name), call.overload)
-        template = [value if kind == "const" else None for kind, value in call.arguments]
-        holes = [(position, value) for position, (kind, value) in enumerate(call.arguments) if kind == "value"]
-        program.append((op, template, holes))
-
-    def run(values: list[Any]) -> list[Any]:
-        for op, template, holes in program:
-            arguments = template.copy()
-            for position, index in holes:
-                arguments[position] = values[index]
-            values.append(op(*arguments))
-        return [values[index] for index in results]
-
-    return run
+def _layer_name(ops: Sequence[SplittingOp]) -> str:
+    """The layer that the ops are called for; without a layer, the names of the ops."""
+    names = [value for op in ops for kind, value in op.arguments if kind == "const" and isinstance(value, str)]
+    return ", ".join(dict.fromkeys(names)) or ", ".join(op.op for op in ops)

@@ -1,8 +1,7 @@
-"""Cuts a traced model at its splitting ops and writes what lies between as graphs of their own.
+"""Splits a traced model at its splitting ops and makes graphs of the segments between them.
 
-A subgraph's graph is canonical: inputs and values are numbered, and no layer, parameter or module is named in it. The
-subgraph between two attentions is then the same graph, and the same text, in every layer. ``subgraph.py``
-compiles it.
+A subgraph is canonical: its inputs and values are numbered, and it names no layer, parameter or module. The subgraph
+between two attention layers is therefore the same graph, with the same text, in every layer.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from torch.fx.node import _get_qualified_name, map_arg
 from workers.compile.errors import CompileError
 
 SPLITTING_OPS = ("lockstep::kv_cache_update", "lockstep::attention")
-"""Ops that no subgraph contains: they read the forward context, and graphs of other kinds end at them."""
+"""Ops that no subgraph contains, because they read the forward context."""
 
 CALLS = ("call_function", "call_method")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring calls of the graph, in their order.
+    """Consecutive calls of the graph.
 
     Attributes:
-        kind: "op": splitting ops; "subgraph": everything between them.
+        kind: "op": splitting ops; "subgraph": the calls between them.
         nodes: the calls.
-        inputs: values from outside that they use, in the order of first use.
-        outputs: their values that are used outside, in order.
+        inputs: values of other segments that they use, in the order of first use.
+        outputs: their values that other segments use, in order.
     """
 
     kind: Literal["subgraph", "op"]
@@ -48,9 +47,9 @@ class Subgraph:
 
     Attributes:
         module: placeholders in the order of ``inputs``; the output is a tuple in the order of the segment's outputs.
-        inputs: the segment's inputs behind the number of tokens, which every subgraph takes first.
+        inputs: the number of tokens, which every subgraph takes first, and the segment's inputs.
         examples: a fake value for each input.
-        text: the same for two subgraphs that compute the same on the same shapes, strides and dtypes.
+        text: equal for two subgraphs with the same computation on the same shapes, strides and dtypes.
         aliases: outputs, by position, that are views of inputs.
     """
 
@@ -62,22 +61,22 @@ class Subgraph:
 
 
 def op_name(target: Any) -> str:
-    """``namespace::name`` of a registered op, "" for anything else that a graph calls."""
+    """``namespace::name`` of a registered op, "" for any other target."""
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name
     return str(target._qualified_op_name) if isinstance(target, torch._ops.OpOverloadPacket) else ""
 
 
 def split_graph(graph: fx.Graph, tokens: fx.Node, splitting_ops: Collection[str] = SPLITTING_OPS) -> list[Segment]:
-    """Cut a graph into segments whose order is the order of the graph.
+    """Split a graph into segments, in the order of the graph.
 
     Args:
-        graph: as ``tracing.py`` gives it; uses of a size that is the number of tokens are redirected to ``tokens``.
-        tokens: the placeholder with that number.
-        splitting_ops: names of ops to cut at; consecutive ones share a segment. Without any, there is one subgraph.
+        graph: from ``tracing.py``; sizes that equal the number of tokens are replaced by ``tokens``.
+        tokens: the placeholder of that number.
+        splitting_ops: names of ops to split at; consecutive ones share a segment. Empty: one subgraph.
 
     Raises:
-        CompileError: something that is neither tensor nor number would have to cross a cut.
+        CompileError: a value that is neither tensor nor number is used in another segment.
     """
     _share_token_count(graph, tokens)
     groups: list[tuple[Literal["subgraph", "op"], list[fx.Node]]] = []
@@ -87,7 +86,7 @@ def split_graph(graph: fx.Graph, tokens: fx.Node, splitting_ops: Collection[str]
             continue
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and source in home and not _can_cross(source):
-            # An element of a tuple is taken where the tuple was made: only tensors and numbers cross a cut.
+            # An element of a tuple belongs to the segment of the tuple: only tensors and numbers cross a split.
             home[node] = home[source]
             groups[home[node]][1].append(node)
             continue
@@ -100,7 +99,7 @@ def split_graph(graph: fx.Graph, tokens: fx.Node, splitting_ops: Collection[str]
 
 
 def _share_token_count(graph: fx.Graph, tokens: fx.Node) -> None:
-    """Let every size that is the number of tokens be the placeholder, so that none is computed and handed on."""
+    """Replace every size that equals the number of tokens by the placeholder, so that no segment passes it on."""
     count = tokens.meta["example_value"].node.expr
     for node in graph.nodes:
         value = node.meta.get("example_value")
@@ -121,8 +120,8 @@ def _segment(kind: Literal["subgraph", "op"], nodes: list[fx.Node], number: int,
         if any(home.get(user) != number for user in node.users):
             if not _can_cross(node):
                 raise CompileError(
-                    f"`{node.format_node()}` gives a {type(node.meta.get('example_value')).__name__}, which is used on "
-                    "the other side of an attention; only tensors and numbers can be. Compute it again there\n"
+                    f"`{node.format_node()}` returns a {type(node.meta.get('example_value')).__name__} that is used "
+                    "after an attention layer; only tensors and numbers can be. Compute it again there\n"
                     f"{node.stack_trace or ''}"
                 )
             outputs.append(node)
@@ -130,7 +129,7 @@ def _segment(kind: Literal["subgraph", "op"], nodes: list[fx.Node], number: int,
 
 
 def make_subgraph(segment: Segment, tokens: fx.Node) -> Subgraph:
-    """The canonical graph of a segment. ``tokens`` is the placeholder with the number of tokens."""
+    """The canonical graph of a segment. ``tokens`` is the placeholder of the number of tokens."""
     inputs = (tokens, *(node for node in segment.inputs if node is not tokens))
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -168,7 +167,7 @@ def _target(target: Any) -> str:
 
 
 def _described(value: Any) -> str:
-    """What a compiled subgraph relies on of an input."""
+    """The properties of an input that compiled code depends on."""
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
     shape, stride = list(value.shape), list(value.stride())

@@ -1,8 +1,8 @@
-"""One trace of a whole model: a model's forward becomes one FX graph that serves every number of tokens.
+"""One trace of a model: its forward becomes one FX graph that serves every number of tokens.
 
-The token dimension is *unbacked*: nothing is known of its size, so a forward that asks (``if x.shape[0] == 1``) is an
-error with its line, where a merely dynamic dimension would be specialised at 0 and 1 and, guards being dropped, the
-specialised graph used for all. Nothing is executed here: no op, no collective. Cutting the graph is ``split.py``'s.
+The token dimension is *unbacked*: its size is unknown, so a forward that branches on it (``if x.shape[0] == 1``) is an
+error with its line. A merely dynamic dimension would be specialised at 0 and 1, and without guards the specialised
+graph would be used for all sizes. Tracing executes no op and no collective.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import fx, nn
 
 from workers.compile.errors import TraceError
 
-FEWEST_TOKENS = 2
-"""Sizes 0 and 1 mean something to torch (empty, broadcast), so no trace may begin with them."""
+MIN_TOKENS = 2
+"""Torch specialises sizes 0 and 1 (empty, broadcast), so a trace needs more tokens."""
 
 
 class TraceableModel(Protocol):
-    """What is asked of a model: its forward, and which dimension of each argument counts tokens."""
+    """A model's forward, and the token dimension of each argument."""
 
     @property
     def dynamic_arg_dims(self) -> Mapping[str, int]:
-        """Argument name to dimension."""
+        """Argument name to its token dimension."""
         ...
 
     @property
@@ -39,14 +39,14 @@ class TraceableModel(Protocol):
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The graph of a model, and what its placeholders stand for.
+    """The graph of a model and the meaning of its placeholders.
 
     Attributes:
-        graph: placeholders, calls, one output that is a tuple of one tensor. Values carry fakes in ``meta``.
+        graph: placeholders, calls, and one output, a tuple of one tensor. Fake values are in ``meta``.
         step_inputs: placeholder of each argument of forward.
-        bound: placeholder to the name of the parameter or buffer it stands for.
-        tokens: the placeholder that is the number of tokens.
-        traces: how often the model was traced: 1.
+        bound: placeholder to the name of its parameter or buffer.
+        tokens: the placeholder of the number of tokens.
+        traces: number of traces: 1.
     """
 
     graph: fx.Graph
@@ -57,11 +57,11 @@ class TracedModel:
 
 
 class _Captured(Exception):
-    """Raised instead of running a graph."""
+    """Raised in place of executing a graph."""
 
 
 class Capture:
-    """A backend of torch.compile that keeps what it is given, counts, and runs nothing."""
+    """A backend of ``torch.compile`` that keeps the graph, counts traces and executes nothing."""
 
     def __init__(self) -> None:
         self.traces = 0
@@ -69,7 +69,7 @@ class Capture:
         self.examples: list[Any] = []
 
     def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-        """Called by Dynamo once for every trace."""
+        """Called by Dynamo once per trace."""
         self.traces += 1
         self.module, self.examples = module, examples
 
@@ -86,10 +86,10 @@ def example_inputs(model: TraceableModel, num_tokens: int, device: torch.device)
 
 
 def own_entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``function``, with a code object of its own.
+    """A function that calls ``function`` and has a code object of its own.
 
-    Dynamo keeps what it compiled with the code object. With one of its own that goes when the entry does, and neither
-    holds a model in memory nor counts against the limit of recompilations of the model's forward.
+    Dynamo caches compiled code by code object. A code object of its own is freed with the entry, so the cache neither
+    keeps a model in memory nor counts against the recompilation limit of the model's forward.
     """
 
     def entry(*args: Any) -> Any:
@@ -101,22 +101,21 @@ def own_entry(function: Callable[..., Any]) -> Callable[..., Any]:
 def trace_model(
     model: nn.Module, *, num_tokens: int, device: torch.device, capture: Capture | None = None
 ) -> TracedModel:
-    """Trace ``model.forward`` once, without guards, and check that the graph serves other numbers of tokens.
+    """Trace ``model.forward`` once without guards, and check that the graph serves other numbers of tokens.
 
     Args:
         model: with ``dynamic_arg_dims``; its parameters and buffers are inputs of the graph.
-        num_tokens: of the first trace, at least 2.
-        device: where the arguments of forward will be.
-        capture: counts the traces; a test may bring its own.
+        num_tokens: number of tokens of the trace, at least 2.
+        device: of the arguments of forward.
+        capture: the backend; default: a new one.
 
     Raises:
         ValueError: fewer tokens than 2.
-        TraceError: forward branches on a value, does something that cannot be traced, or is fixed to one size.
+        TraceError: forward branches on a value, cannot be traced, or specialises the number of tokens.
     """
-    if num_tokens < FEWEST_TOKENS:
+    if num_tokens < MIN_TOKENS:
         raise ValueError(
-            f"the first trace was to use {num_tokens} tokens; sizes 0 and 1 would be built into the graph, so it takes "
-            f"{FEWEST_TOKENS} or more"
+            f"the first trace has {num_tokens} tokens and needs {MIN_TOKENS} or more: torch specialises sizes 0 and 1"
         )
     import torch._dynamo
 
@@ -132,7 +131,7 @@ def trace_model(
     for name, dim in dims.items():
         torch._dynamo.decorators.mark_unbacked(arguments[name], dim, shape_id="tokens")
     _run_until_captured(compiled, arguments, model)
-    assert capture.module is not None, "a call that was captured leaves its graph"
+    assert capture.module is not None, "a captured call leaves its graph"
     first = capture.module
     other = example_inputs(model, num_tokens + 1, device)  # pyright: ignore[reportArgumentType]
     _run_until_captured(compiled, other, model)
@@ -155,30 +154,30 @@ def _run_until_captured(compiled: Callable[..., Any], arguments: dict[str, torch
     except _Captured:
         return
     except TorchDynamoException as error:
-        raise TraceError(explained(error, model)) from error
-    raise TraceError(f"{type(model).__name__} computed something outside of its graph; torch.compile gave no backend")
+        raise TraceError(explain(error, model)) from error
+    raise TraceError(f"{type(model).__name__} ran without torch.compile calling its backend")
 
 
-def explained(error: Exception, model: nn.Module) -> str:
-    """A message that begins with the line of the model's code that cannot be traced."""
+def explain(error: Exception, model: nn.Module) -> str:
+    """A message that begins with the line of model code that cannot be traced."""
     stack = list(getattr(error, "real_stack", None) or ())
     torch_folder = str(Path(torch.__file__).parent)
     ours = [frame for frame in stack if not frame.filename.startswith(torch_folder)] or stack
-    what = str(error).strip().splitlines() or [type(error).__name__]
+    reason = str(error).strip().splitlines() or [type(error).__name__]
     if not ours:
         return f"{type(model).__name__} cannot be traced as one graph: {error}"
     frame = ours[-1]
     return (
-        f"{frame.filename}:{frame.lineno}, in {frame.name}: `{(frame.line or '').strip()}` cannot be part of one graph "
-        f"for every step: {what[0]}. A model's forward must not branch on a tensor's value or on the number of tokens; "
-        "use torch.where, or run with --enforce-eager"
+        f"{frame.filename}:{frame.lineno}, in {frame.name}: `{(frame.line or '').strip()}` cannot be part of one "
+        f"graph for every step: {reason[0]}. A model's forward must not branch on a tensor's value or on the number of "
+        "tokens; use torch.where, or run with --enforce-eager"
     )
 
 
 def _resolve_placeholders(
     model: nn.Module, module: fx.GraphModule, capture: Capture, arguments: dict[str, torch.Tensor]
 ) -> TracedModel:
-    """Find out what each placeholder stands for: an argument, a parameter or buffer, or the number of tokens."""
+    """Identify each placeholder: an argument, a parameter or buffer, or the number of tokens."""
     known = {id(tensor): name for name, tensor in _named_tensors(model)}
     step_ids = {id(tensor): name for name, tensor in arguments.items()}
     steps: dict[str, fx.Node] = {}
@@ -215,10 +214,10 @@ def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _check_every_size(model: nn.Module, traced: TracedModel, num_tokens: int, dims: Mapping[str, int]) -> None:
-    """Refuse a graph that holds for the traced number of tokens only; without guards nobody else would notice."""
+    """Refuse a graph that is specialised to the traced number of tokens: no guard checks that in a step."""
     output = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     if not isinstance(output, (tuple, list)) or len(output) != 1:
-        raise TraceError(f"{type(model).__name__}.forward has to give one tensor, the hidden states")
+        raise TraceError(f"{type(model).__name__}.forward has to return one tensor, the hidden states")
     results = [(node, dims[name]) for name, node in traced.step_inputs.items()] + [(output[0], 0)]
     count = traced.tokens.meta["example_value"]
     for node, dim in results:
@@ -231,19 +230,19 @@ def _check_every_size(model: nn.Module, traced: TracedModel, num_tokens: int, di
 
 
 def _fixing_node(graph: fx.Graph, num_tokens: int) -> fx.Node | None:
-    """The first call on tensors that was given the traced number of tokens as a constant."""
+    """The first call with the traced number of tokens as a constant argument."""
 
     def holds(value: Any) -> bool:
         if isinstance(value, (tuple, list)):
             return any(holds(item) for item in value)
         return isinstance(value, int) and not isinstance(value, bool) and value == num_tokens
 
-    made = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
-    return next((node for node in made if node.op != "placeholder" and holds(node.args)), None)
+    calls = [node for node in graph.nodes if isinstance(node.meta.get("example_value"), torch.Tensor)]
+    return next((node for node in calls if node.op != "placeholder" and holds(node.args)), None)
 
 
 def _line_of(node: fx.Node | None, model: nn.Module) -> str:
-    """``file:line, in function: `code``` of a node, as far as Dynamo kept it."""
+    """``file:line, in function: `code``` of a node, as far as Dynamo recorded it."""
     frames = re.findall(r'File "(.+)", line (\d+), in (.+)\n\s*(.+)', (node.stack_trace or "") if node else "")
     if not frames:
         return f"{type(model).__name__}.forward"

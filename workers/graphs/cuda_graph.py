@@ -1,13 +1,13 @@
 """CUDA graphs of decode steps (FULL) and of the compiled subgraphs between attention layers (PIECEWISE).
 
-Capturing records launches instead of running them; a replay launches all of them at once, on the very addresses that
-were captured. So inputs are the runner's static buffers, and all memory that captured code allocates comes from one
-pool that only replays use. They run one at a time, so a later capture may lie where an earlier one did: the largest
-size is captured first, and within a size a subgraph may use what the subgraphs before it have finished with.
+A capture records launches instead of running them; a replay launches all of them at once, on the captured addresses.
+So inputs are the static inputs of the runner, and all memory that captured code allocates comes from one pool that
+only replays use. Replays run one at a time, so a later capture may reuse the memory of an earlier one: the largest
+size is captured first, and within a size a subgraph may reuse what earlier subgraphs have released.
 
-Everything is warmed up before the first capture: compiling a kernel or setting up a communicator cannot be captured.
-Warming up runs the model with its exchanges, so all ranks do it together; capturing launches nothing, so that a rank
-which fails at it keeps no other waiting.
+Everything is warmed up before the first capture, because compiling a kernel or setting up a communicator cannot be
+captured. A warm-up runs the model with its collectives, so all ranks do it together. A capture launches nothing, so a
+rank that fails in it blocks no other rank.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from workers.compile.compiled_model import CompiledModel, Stage
 from workers.forward_context import AttentionMetadata, forward_context
 from workers.graphs.dispatcher import Dispatch
 from workers.graphs.inputs import Forward, MakeContext, StaticInputs
-from workers.graphs.staged import last_uses, starting_values
 
 T = TypeVar("T")
 
 
 class CudaGraphs:
-    """The graphs of one forward pass.
+    """The captured graphs of one forward pass.
 
     Args:
-        forward: a compiled model; FULL alone also takes a module or any function.
+        forward: a compiled model; for FULL also a module or a function.
         inputs: the static inputs.
         make_context: see :data:`~workers.graphs.inputs.MakeContext`.
-        device: this rank's.
+        device: of this rank.
     """
 
     def __init__(self, forward: Forward, inputs: StaticInputs, make_context: MakeContext, device: torch.device) -> None:
@@ -52,7 +51,7 @@ class CudaGraphs:
         self._output: torch.Tensor | None = None
 
     def discard(self) -> None:
-        """Forget everything that was captured, and free its memory."""
+        """Drop everything that was captured, and free its memory."""
         self._replays.clear()
         torch.cuda.synchronize(self._device)
         for graph in self._graphs:
@@ -66,12 +65,12 @@ class CudaGraphs:
         with self._on_stream(), forward_context(self._make_context(self._metadata(key))):
             hidden = self._forward(*self._inputs.tokens(key.size))
             if self._output is None or self._output.shape[0] < key.size:
-                # Not within a capture: memory from the pool would be given to others.
+                # Outside of captures: memory from the pool would be reused by later captures.
                 self._output = torch.empty_like(hidden)
 
     @contextlib.contextmanager
     def capturing(self) -> Generator[None]:
-        """Around all captures: memory is tidied before, and the device is idle before and after."""
+        """Encloses all captures: cached memory is freed before, and the device is idle before and after."""
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -82,10 +81,10 @@ class CudaGraphs:
             torch.cuda.synchronize(self._device)
 
     def capture(self, key: Dispatch) -> None:
-        """Capture one graph, or one for each subgraph. Local to this rank.
+        """Capture one graph, or one for each subgraph. Executes no collective.
 
         Raises:
-            RuntimeError: something in it cannot be captured, or memory ran out.
+            RuntimeError: an operation cannot be captured, or memory ran out.
         """
         assert self._output is not None, "warm_up comes before capture"
         with self._on_stream(), forward_context(self._make_context(self._metadata(key))):
@@ -95,7 +94,7 @@ class CudaGraphs:
                 self._replays[key] = self._capture_subgraphs(key.size, self._output[: key.size])
 
     def replay(self, key: Dispatch, metadata: AttentionMetadata) -> torch.Tensor:
-        """Hidden states [size, hidden_size], valid until the next replay. Nothing is waited for."""
+        """Hidden states [size, hidden_size], valid until the next replay. Does not synchronize with the device."""
         assert self._output is not None, "capture comes before replay"
         context = self._make_context(metadata)  # Prepares the attention backend, whose buffers a FULL graph may read.
         if key.mode is GraphMode.FULL:
@@ -106,12 +105,14 @@ class CudaGraphs:
         return self._output[: key.size]
 
     def _metadata(self, key: Dispatch) -> AttentionMetadata:
-        """Of a batch that has attention launch its kernels: for FULL the one that is captured, else a prompt."""
-        return self._inputs.decode(key.size) if key.mode is GraphMode.FULL else self._inputs.prompt(key.size)
+        """The metadata of a dummy batch whose attention launches its kernels: decode for FULL, else a prompt."""
+        return (
+            self._inputs.dummy_decode(key.size) if key.mode is GraphMode.FULL else self._inputs.dummy_prompt(key.size)
+        )
 
     @contextlib.contextmanager
     def _on_stream(self) -> Generator[None]:
-        """All warm-ups and captures run on one stream of their own: memory of the pool is reused within a stream."""
+        """Run on the stream of all warm-ups and captures: the pool reuses memory within one stream only."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -119,7 +120,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def _graph_of(self, run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture ``run``; what it returns has no content before the first replay."""
+        """Capture ``run``; its result has no content before the first replay."""
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         # Other threads (NCCL's watchdog) may go on using CUDA meanwhile.
@@ -127,7 +128,7 @@ class CudaGraphs:
         try:
             result = run()
         except BaseException:
-            # The stream has to leave capture mode; that the graph is no good is known.
+            # The stream has to leave capture mode; the failed graph raises again here.
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
             raise
@@ -140,15 +141,15 @@ class CudaGraphs:
         return graph.replay
 
     def _capture_subgraphs(self, size: int, output: torch.Tensor) -> Callable[[], Any]:
-        """Capture every subgraph. The stages between run once, so that their results exist; they write no key."""
+        """Capture every subgraph. Stages of ops run once, so that their results exist; they write no KV."""
         model = self._forward
-        assert isinstance(model, CompiledModel), "supported_mode() leaves PIECEWISE to compiled models"
-        values = starting_values(model, *self._inputs.tokens(size))
+        assert isinstance(model, CompiledModel), "supported_mode() allows PIECEWISE for compiled models only"
+        values = model.start(*self._inputs.tokens(size))
         steps: list[Callable[[], Any]] = []
-        # What a subgraph made belongs to the pool and is held until its last use; ``values`` only knows where it is.
-        # So later subgraphs can be given the same memory, and all sizes together need no more than one pass does.
+        # The pool owns a subgraph's results. They are held until their last use, and ``values`` has unowned aliases of
+        # them, so later subgraphs can reuse the memory and all sizes together need as much as one forward pass.
         held: dict[int, Any] = {}
-        for stage, ended in zip(model.stages, last_uses(model), strict=True):
+        for stage, dropped in zip(model.stages, model.last_uses, strict=True):
             given = [values[index] for index in stage.inputs]
             if stage.kind == "subgraph":
                 graph, made = self._graph_of(functools.partial(_run_subgraph, stage, given, model.output, output))
@@ -162,13 +163,13 @@ class CudaGraphs:
                     steps.append(functools.partial(output.copy_, made[stage.outputs.index(model.output)]))
             for index, value in zip(stage.outputs, made, strict=True):
                 values[index] = value
-            for index in ended:
+            for index in dropped:
                 held.pop(index, None)
         return functools.partial(_run_all, tuple(steps))
 
 
 def _run_subgraph(stage: Stage, given: list[Any], result: int, output: torch.Tensor) -> Sequence[Any]:
-    """A subgraph's results; if the model's own is among them it is also copied to where callers find it."""
+    """A subgraph's results; if the model's result is among them, it is also copied to the static output."""
     made = stage.run(list(given))
     if result in stage.outputs:
         output.copy_(made[stage.outputs.index(result)])
@@ -188,7 +189,7 @@ def _run_all(steps: tuple[Callable[[], Any], ...]) -> None:
 
 
 class _Memory:
-    """Device memory as other libraries would offer it."""
+    """Device memory with the CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -197,7 +198,7 @@ class _Memory:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same CUDA memory that does not keep it allocated."""
+    """An alias of a CUDA tensor that does not keep its memory allocated."""
     if tensor.numel() == 0:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

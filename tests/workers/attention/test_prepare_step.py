@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from parallel.group import single_rank_group
+from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.fake_cuda import FakeCuda, fake_cuda
 from tests.workers.graphs.rank import STEPS, Rank
 from tests.workers.graphs.test_cuda_graph import DeviceRank
 from workers.forward_context import AttentionMetadata
-from workers.graphs.modes import GraphMode
-from workers.graphs.sizes import CaptureSizes
+from workers.graphs.dispatcher import CaptureSizes
 
 __all__ = ["fake_cuda"]
 

@@ -23,7 +23,7 @@ from workers.compile.compiler import compile_model
 from workers.compile.errors import CompileError, TraceError
 from workers.compile.plan import Plan
 from workers.compile.split import Subgraph
-from workers.compile.subgraph import CompiledSubgraph, SubgraphCompiler
+from workers.compile.subgraph_compiler import CompiledSubgraph, SubgraphCompiler
 
 pytestmark = pytest.mark.slow  # Whatever compiles pays half a minute for Inductor's first subgraph.
 
@@ -126,10 +126,10 @@ def test_weights_are_shared_and_not_copied(cold: CompiledModelHarness) -> None:
 def test_values_are_dropped_after_their_last_use(cold: CompiledModelHarness) -> None:
     harness = cold.compiled
     kept = {*harness.bound, harness.output}
-    killed = [index for kill in harness.kills for index in kill]
+    killed = [index for kill in harness.last_uses for index in kill]
     assert len(killed) == len(set(killed))
     assert set(killed) == {index for stage in harness.stages for index in stage.inputs} - kept
-    for number, kill in enumerate(harness.kills):
+    for number, kill in enumerate(harness.last_uses):
         assert not set(kill) & {index for stage in harness.stages[number + 1 :] for index in stage.inputs}
 
 
@@ -252,7 +252,7 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(folder: Path, place: str
 def test_other_sources_settings_or_machines_have_other_keys(
     cold: CompiledModelHarness, folder: Path, copied: Path, no_compiler: list[Subgraph], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("source_digest", "new"), ("environment", {"cpu": "another"})):
+    for name, value in (("source_hash", "new"), ("environment", {"cpu": "another"})):
         with monkeypatch.context() as patch:
             patch.setattr(f"workers.compile.compiler.{name}", lambda _, value=value: value)
             assert CompiledModelHarness(folder, copied).compile_report.compiled_subgraphs == SUBGRAPHS
@@ -319,7 +319,7 @@ def test_a_compiler_that_fails_is_an_error_that_says_what_to_do(
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho out of order >&2\nexit 1\n")
     broken.chmod(0o755)
-    monkeypatch.setattr("workers.compile.subgraph.find_cxx", lambda: str(broken))
+    monkeypatch.setattr("workers.compile.subgraph_compiler.find_cxx", lambda: str(broken))
     with pytest.raises(CompileError, match=r"Inductor cannot compile a subgraph of the model \(.*--enforce-eager"):
         CompiledModelHarness(folder, tmp_path / "cache")
     assert not list((tmp_path / "cache" / "compile").glob(".*"))

@@ -1,4 +1,4 @@
-"""What -O0 to -O3 and --enforce-eager come to (rows 41 to 45)."""
+"""Optimization levels: the compile settings of -O0 to -O3 and --enforce-eager, and what compiling needs."""
 
 from __future__ import annotations
 
@@ -8,86 +8,80 @@ from typing import Any
 import pytest
 
 from parallel.platform import CpuPlatform, CudaPlatform, Platform
-from runtime.common.config import CompileMode, EngineConfig
-from workers.compile.levels import (
-    LEVEL_FUSIONS,
-    PLATFORM_FUSIONS,
-    find_cxx,
-    missing_for_compiling,
-    resolve_level,
-)
+from runtime.common.config import CompileMode, EngineConfig, GraphMode, resolve
+from runtime.common.model_config import ModelConfig
+from workers.compile.levels import EAGER, find_cxx, missing_for_compiling, resolve_level
 
 CPU, CUDA = CpuPlatform(), CudaPlatform()
 
 
-@pytest.mark.parametrize("platform", [CPU, CUDA])
+def resolved(**settings: Any) -> EngineConfig:
+    model = ModelConfig("LlamaForCausalLM", 8, 8, 1, 1, 1, 8, 32, 64)
+    return resolve(EngineConfig(**settings), model, device="cpu", executor="local")
+
+
 @pytest.mark.parametrize(
-    ("settings", "level", "mode", "graph_mode", "fusions"),
+    ("settings", "level", "mode", "graph_mode"),
     [
-        ({}, 2, "PIECEWISE", "FULL_AND_PIECEWISE", ("norm", "activation")),
-        ({"optimization_level": 0}, 0, "NONE", "NONE", ()),
-        ({"optimization_level": 1}, 1, "PIECEWISE", "PIECEWISE", ("norm", "activation")),
-        ({"optimization_level": 2}, 2, "PIECEWISE", "FULL_AND_PIECEWISE", ("norm", "activation")),
-        ({"optimization_level": 3}, 3, "PIECEWISE", "FULL_AND_PIECEWISE", ("norm", "activation")),
-        ({"enforce_eager": True, "optimization_level": 3}, 0, "NONE", "NONE", ()),
-        ({"cudagraph_mode": "FULL"}, 2, "PIECEWISE", "FULL", ("norm", "activation")),
-        ({"cudagraph_mode": "NONE"}, 2, "PIECEWISE", "NONE", ("norm", "activation")),
-        ({"optimization_level": 0, "cudagraph_mode": "FULL"}, 0, "NONE", "FULL", ()),
+        ({}, 2, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"optimization_level": 0}, 0, "NONE", "NONE"),
+        ({"optimization_level": 1}, 1, "PIECEWISE", "PIECEWISE"),
+        ({"optimization_level": 2}, 2, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"optimization_level": 3}, 3, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"enforce_eager": True, "optimization_level": 3}, 0, "NONE", "NONE"),
+        ({"cudagraph_mode": "FULL"}, 2, "PIECEWISE", "FULL"),
+        ({"cudagraph_mode": "NONE"}, 2, "PIECEWISE", "NONE"),
+        ({"optimization_level": 0, "cudagraph_mode": "FULL"}, 0, "NONE", "FULL"),
+        ({"compile_mode": "STOCK"}, 2, "STOCK", "FULL_AND_PIECEWISE"),
+        ({"compile_mode": "DYNAMO_TRACE_ONCE"}, 2, "DYNAMO_TRACE_ONCE", "FULL_AND_PIECEWISE"),
+        ({"compile_mode": "NONE", "cudagraph_mode": "FULL"}, 2, "NONE", "FULL"),
     ],
 )
-def test_levels(
-    platform: Platform, settings: dict[str, Any], level: int, mode: str, graph_mode: str, fusions: tuple[str, ...]
-) -> None:
-    found = resolve_level(EngineConfig(**settings), platform)
-    assert (found.level, found.mode, found.graph_mode, found.fusions) == (level, mode, graph_mode, fusions)
+def test_levels(settings: dict[str, Any], level: int, mode: str, graph_mode: str) -> None:
+    found = resolve_level(resolved(**settings))
+    assert (found.level, found.mode, found.graph_mode) == (level, mode, graph_mode)
+    assert isinstance(found.mode, CompileMode)
+    assert isinstance(found.graph_mode, GraphMode)
     assert found.warnings == ()
 
 
-def test_higher_levels_ask_for_more_and_a_platform_makes_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(LEVEL_FUSIONS[1]) < set(LEVEL_FUSIONS[2]) == set(LEVEL_FUSIONS[3])
-    assert all(set(has) <= set(LEVEL_FUSIONS[3]) for has in PLATFORM_FUSIONS.values())
-    everything = {"cpu": dict.fromkeys(LEVEL_FUSIONS[3], "")}
-    monkeypatch.setattr("workers.compile.levels.PLATFORM_FUSIONS", everything)
-    assert resolve_level(EngineConfig(optimization_level=2), CPU).fusions == LEVEL_FUSIONS[2]
-    assert resolve_level(EngineConfig(optimization_level=1), CPU).fusions == LEVEL_FUSIONS[1]
-    assert resolve_level(EngineConfig(optimization_level=2), CUDA).fusions == ()
-
-
-@pytest.mark.parametrize(
-    ("mode", "asked", "remains"),
-    [
-        (CompileMode.STOCK, "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"),
-        (CompileMode.DYNAMO_TRACE_ONCE, "PIECEWISE", "NONE"),
-        (CompileMode.STOCK, "FULL", "FULL"),
-        (CompileMode.PIECEWISE, "PIECEWISE", "PIECEWISE"),
-    ],
-)
-def test_piecewise_graphs_need_subgraphs(mode: CompileMode, asked: str, remains: str) -> None:
-    found = resolve_level(EngineConfig(cudagraph_mode=asked), CPU, mode=mode)
-    assert (found.mode, found.graph_mode) == (mode, remains)
-    assert bool(found.warnings) == (asked != remains)
-
-
-def test_eager_levels_take_no_compile_mode() -> None:
-    assert resolve_level(EngineConfig(enforce_eager=True), CPU, mode=CompileMode.STOCK).mode is CompileMode.NONE
+def test_eager_settings_are_those_of_enforce_eager() -> None:
+    assert resolve_level(resolved(enforce_eager=True)) == EAGER
 
 
 def test_without_a_compiler_the_level_falls_to_zero_and_says_what_to_install() -> None:
     missing = missing_for_compiling(CPU, which=lambda name: None)
-    found = resolve_level(EngineConfig(), CPU, missing=missing)
-    assert (found.level, found.mode, found.graph_mode, found.fusions) == (0, CompileMode.NONE, "NONE", ())
+    found = resolve_level(resolved(), missing=missing)
+    assert (found.level, found.mode, found.graph_mode) == (0, CompileMode.NONE, GraphMode.NONE)
     assert "-O2 falls back to -O0" in found.warnings[0]
     assert "apt-get install g++" in found.warnings[0]
-    assert resolve_level(EngineConfig(enforce_eager=True), CPU, missing=missing).warnings == ()
+    assert resolve_level(resolved(enforce_eager=True), missing=missing).warnings == ()
 
 
-def test_without_python_headers_nothing_can_be_compiled_either(tmp_path: Path) -> None:
+def test_without_python_headers_nothing_is_compiled_either(tmp_path: Path) -> None:
     missing = missing_for_compiling(CPU, which=lambda name: "/usr/bin/g++", headers=str(tmp_path))
     assert missing is not None
     assert "python3-dev" in missing
 
 
-def test_what_is_there_is_found() -> None:
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_platform_whose_attention_is_no_op_is_not_compiled(level: int) -> None:
+    """A compiled graph would contain attention's reads of the forward context of the trace."""
+
+    class Plain(Platform):
+        name = "plain"
+        device_type = "cuda"
+
+    assert not Platform.opaque_attention_op(Plain())
+    missing = missing_for_compiling(Plain())
+    assert missing is not None
+    assert "plain calls attention as a plain function" in missing
+    found = resolve_level(resolved(optimization_level=level), missing=missing)
+    assert (found.mode, found.graph_mode) == (CompileMode.NONE, GraphMode.NONE)
+    assert found.warnings == (f"-O{level} falls back to -O0 (no compiled code, no graphs): {missing}",)
+
+
+def test_installed_compilers_are_found() -> None:
     assert missing_for_compiling(CPU) is None, "the tests that compile need a C++ compiler"
     assert missing_for_compiling(CUDA, which=lambda name: None) is None
     assert find_cxx(lambda name: f"/bin/{name}" if name == "clang++" else None) == "/bin/clang++"

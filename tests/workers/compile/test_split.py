@@ -222,7 +222,7 @@ def test_what_cannot_cross_a_cut_is_an_error_that_names_it() -> None:
     sizes = [node for node in traced.graph.nodes if isinstance(node.meta.get("example_value"), torch.Size)]
     if not sizes:
         pytest.skip("this torch resolves shapes while it traces")
-    with pytest.raises(CompileError, match=r"gives a Size.*other side of an attention"):
+    with pytest.raises(CompileError, match=r"returns a Size that is used after an attention layer"):
         split_graph(traced.graph, traced.tokens)
 
 

@@ -71,7 +71,7 @@ def test_the_token_dimension_is_a_symbol_everywhere(traced: TracedModel) -> None
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_a_first_trace_at_zero_or_one_tokens_is_refused(num_tokens: int) -> None:
-    with pytest.raises(ValueError, match=f"was to use {num_tokens} tokens"):
+    with pytest.raises(ValueError, match=f"has {num_tokens} tokens and needs 2 or more"):
         trace(TinyModel(), num_tokens)
 
 
@@ -146,5 +146,5 @@ def test_a_tensor_that_is_no_buffer_is_refused() -> None:
 
 
 def test_forward_gives_one_tensor() -> None:
-    with pytest.raises(TraceError, match="has to give one tensor"):
+    with pytest.raises(TraceError, match="has to return one tensor"):
         trace(models.GivesTwoTensors())

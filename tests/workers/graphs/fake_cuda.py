@@ -15,16 +15,20 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from workers.attention.attention_op import attention
 from workers.attention.kv_cache_update_op import kv_cache_update
 from workers.graphs import cuda_graph
-from workers.graphs.record import tensors_in
 
 SEEN_THROUGH = {
     torch.ops.lockstep.attention.default: attention,
     torch.ops.lockstep.kv_cache_update.default: kv_cache_update,
 }
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Noted(TorchDispatchMode):
@@ -41,7 +45,7 @@ class _Noted(TorchDispatchMode):
                 return SEEN_THROUGH[func](*args)
         result = func(*args, **(kwargs or {}))
         # Aliases, so that the memory stays and the objects that the caller holds can be seen to die.
-        kept = [tensor.as_strided(tensor.shape, tensor.stride()) for tensor in tensors_in(result)]
+        kept = [tensor.as_strided(tensor.shape, tensor.stride()) for tensor in _tensors_in(result)]
         self.calls.append((func, _aliases(args), _aliases(kwargs or {}), kept))
         return result
 
@@ -131,7 +135,7 @@ class FakeGraph:
     def replay(self) -> None:
         self.cuda.note("replay", self.number)
         for func, args, kwargs, kept in self._noted.calls:
-            for place, value in zip(kept, tensors_in(func(*args, **kwargs)), strict=True):
+            for place, value in zip(kept, _tensors_in(func(*args, **kwargs)), strict=True):
                 if place.data_ptr() != value.data_ptr():
                     place.copy_(value)
 

@@ -22,11 +22,11 @@ from runtime.common.config import GraphMode
 from runtime.common.model_config import load_model_config
 from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
 from runtime.common.sampling_params import SamplingParams
+from tests.workers.graphs.split_model import split_model
 from workers.batch import BatchBuffers
 from workers.forward_context import ForwardContext
-from workers.graphs.dispatcher import Dispatch, uniform_query_len
+from workers.graphs.dispatcher import CaptureSizes, Dispatch, uniform_query_len
 from workers.graphs.graph_runner import GraphRunner
-from workers.graphs.sizes import CaptureSizes
 from workers.kv_cache import KVCacheSpec, allocate_kv_cache
 from workers.models.registry import build_model
 from workers.quantization.registry import get_quant_config
@@ -39,6 +39,12 @@ MAX_MODEL_LEN = 64
 BLOCKS_PER_REQUEST = MAX_MODEL_LEN // BLOCK_SIZE
 
 SIZES = CaptureSizes(decode=(1, 2, 4, 8), mixed=(1, 3, 8, 16))
+
+
+def run_model(model: Any) -> Any:
+    """The forward of steps is the model itself."""
+    return model
+
 
 Step = list[tuple[int, int]]
 """(request, how many of its tokens) of one step."""
@@ -66,14 +72,14 @@ class Outcome:
 
 
 class Rank:
-    """A model over its own cache. Every other block of a request lies elsewhere; what nobody may read is NaN.
+    """A model over its own KV cache, whose blocks are in random order and start as NaN.
 
     Args:
         folder: of the checkpoint.
         group: the ranks.
         dtype: of weights and activations.
         mode: what to capture.
-        compiled: makes what runs from the model; default: the model itself.
+        forward: makes the forward of steps from the model; default: a split model.
         settings: more arguments of the graph runner.
     """
 
@@ -84,7 +90,7 @@ class Rank:
         dtype: str,
         mode: GraphMode,
         *,
-        compiled: Callable[[Any], Any] = lambda model: model,
+        forward: Callable[[Any], Any] = split_model,
         sizes: CaptureSizes = SIZES,
         **settings: Any,
     ) -> None:
@@ -107,7 +113,7 @@ class Rank:
             device=group.device,
         )  # fmt: skip
         self.graphs = GraphRunner(
-            compiled(self.model),
+            forward(self.model),
             mode=mode,
             sizes=sizes,
             buffers=self.buffers,
@@ -125,13 +131,14 @@ class Rank:
         choice = self.graphs.choose(sum(lengths), len(step), uniform_query_len(lengths))
         if size is not None:
             choice = Dispatch(GraphMode.NONE, size)
-        plan = self._plan(step)
+        plan = self.plan(step)
         self.buffers.update_requests(plan)
         batch = self.buffers.fill(plan, choice.size)
         hidden = self.graphs.run(choice, batch.metadata).clone()
         return Outcome(choice, hidden[: batch.num_tokens], hidden[batch.num_tokens :])
 
-    def _plan(self, step: Step) -> StepPlan:
+    def plan(self, step: Step) -> StepPlan:
+        """The step plan of a step; requests are new at their first step."""
         new: list[NewRequest] = []
         scheduled: list[ScheduledRequest] = []
         for request, length in step:
@@ -145,7 +152,7 @@ class Rank:
 
 @contextlib.contextmanager
 def no_model_code(model: nn.Module) -> Generator[None]:
-    """Within it no module can be called, and the model's own methods cannot either."""
+    """Fail if a module or the model's forward is called within the block."""
     message = "model code ran"
     with (
         patch.object(nn.Module, "__call__", side_effect=AssertionError(message)),
@@ -154,23 +161,19 @@ def no_model_code(model: nn.Module) -> Generator[None]:
         yield
 
 
-def compare_with_none(
-    group: TensorParallelGroup, folder: str, dtype: str, mode: str, compiled: Callable[[Any], Any] | None = None
-) -> list[str]:
+def compare_with_none(group: TensorParallelGroup, folder: str, dtype: str, mode: str) -> list[str]:
     """Run :data:`STEPS` with graphs and, on another cache, as NONE at the same sizes; all bits have to be equal.
 
     Returns:
         how each step ran.
     """
-    settings: dict[str, Any] = {} if compiled is None else {"compiled": compiled}
-    graphs = Rank(folder, group, dtype, GraphMode.parse(mode), **settings)
-    plain = Rank(folder, group, dtype, GraphMode.NONE, **settings)
+    graphs = Rank(folder, group, dtype, GraphMode.parse(mode))
+    plain = Rank(folder, group, dtype, GraphMode.NONE)
     graphs.graphs.warm_up()
     graphs.graphs.capture()
-    ways: list[str] = []
+    choices: list[str] = []
     for step in STEPS:
-        large = sum(length for _, length in step) > 16
-        with contextlib.nullcontext() if large else no_model_code(graphs.model):
+        with no_model_code(graphs.model):
             found = graphs.step(step)
         expected = plain.step(step, found.choice.size)
         assert torch.equal(found.hidden, expected.hidden), f"{step} as {found.choice} differs from NONE"
@@ -178,5 +181,5 @@ def compare_with_none(
         for name, cache in graphs.kv_caches.items():
             same = torch.equal(cache.view(torch.uint8), plain.kv_caches[name].view(torch.uint8))
             assert same, f"{step} as {found.choice} left another cache in {name}"
-        ways.append(f"{found.choice.mode.value} {found.choice.size}")
-    return ways
+        choices.append(f"{found.choice.mode.value} {found.choice.size}")
+    return choices

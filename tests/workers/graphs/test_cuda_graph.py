@@ -1,4 +1,4 @@
-"""The logic of CUDA graphs over a pretended device: what is captured, in which order and memory, and replayed."""
+"""CUDA graphs on a fake device: what is captured, in which order and memory, and replayed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from parallel.group import single_rank_group
 from runtime.common.config import GraphMode
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.fake_cuda import FakeCuda, fake_cuda
-from tests.workers.graphs.hand_made import hand_made_model
-from tests.workers.graphs.rank import STEPS, Outcome, Rank
+from tests.workers.graphs.rank import STEPS, Outcome, Rank, run_model
+from tests.workers.graphs.split_model import split_model
 from workers.attention.triton_paged import TritonPagedAttention
 from workers.compile.compiled_model import CompiledModel, Stage
 from workers.graphs import cuda_graph
 from workers.graphs.cuda_graph import CudaGraphs
-from workers.graphs.dispatcher import Captured, Dispatch
+from workers.graphs.dispatcher import Captured, CaptureSizes, Dispatch
 from workers.graphs.graph_runner import CaptureError, GraphRunner
-from workers.graphs.sizes import CaptureSizes
 
 __all__ = ["fake_cuda"]
 
@@ -48,11 +47,11 @@ class Capturable(TritonPagedAttention):
 
 
 class DeviceRank(Rank):
-    """A rank whose graphs are CUDA graphs, though everything is on the CPU."""
+    """A rank whose graphs are CUDA graphs, on tensors of the CPU."""
 
-    def __init__(self, mode: GraphMode, sizes: CaptureSizes, compiled: Any = hand_made_model) -> None:
+    def __init__(self, mode: GraphMode, sizes: CaptureSizes, forward: Any = split_model) -> None:
         super().__init__(
-            tiny_checkpoint("llama"), single_rank_group(CPU), "float32", GraphMode.NONE, compiled=compiled, sizes=sizes
+            tiny_checkpoint("llama"), single_rank_group(CPU), "float32", GraphMode.NONE, forward=forward, sizes=sizes
         )
         for layer in self.model.attention_layers.values():
             layer.backend = Capturable()
@@ -107,7 +106,7 @@ def test_subgraphs_are_captured_largest_first_from_one_pool(fake_cuda: FakeCuda)
 def test_replays_have_the_bits_of_none(fake_cuda: FakeCuda) -> None:
     rank, plain = (DeviceRank(mode, SIZES) for mode in (GraphMode.FULL_AND_PIECEWISE, GraphMode.NONE))
     rank.capture()
-    ways: list[str] = []
+    choices: list[str] = []
     for step in STEPS:
         fake_cuda.events.clear()
         found = _padded_step(rank, step)
@@ -116,8 +115,8 @@ def test_replays_have_the_bits_of_none(fake_cuda: FakeCuda) -> None:
         assert not found.padding.isnan().any()
         replayed = [number for what, number in fake_cuda.events if what == "replay"]
         assert len(replayed) == {"FULL": 1, "PIECEWISE": LAYERS + 1, "NONE": 0}[found.choice.mode.value]
-        ways.append(f"{found.choice.mode.value} {found.choice.size}")
-    assert ways == ["NONE 15", "FULL 4", "PIECEWISE 8", "FULL 4", "NONE 20", "FULL 1", "PIECEWISE 8", "PIECEWISE 3"]
+        choices.append(f"{found.choice.mode.value} {found.choice.size}")
+    assert choices == ["NONE 15", "FULL 4", "PIECEWISE 8", "FULL 4", "NONE 20", "FULL 1", "PIECEWISE 8", "PIECEWISE 3"]
 
 
 def test_warming_up_and_capturing_attend_but_write_no_key(fake_cuda: FakeCuda) -> None:
@@ -153,7 +152,7 @@ def _padded_step(rank: Rank, step: Any) -> Outcome:
 
 
 def test_a_module_is_captured_whole(fake_cuda: FakeCuda) -> None:
-    rank, plain = (DeviceRank(mode, SIZES, lambda model: model) for mode in (GraphMode.FULL, GraphMode.NONE))
+    rank, plain = (DeviceRank(mode, SIZES, run_model) for mode in (GraphMode.FULL, GraphMode.NONE))
     rank.capture()
     assert fake_cuda.graphs == 3
     step = [(0, 1), (1, 1), (2, 1)]
@@ -186,7 +185,7 @@ def test_graphs_do_not_hold_what_subgraphs_made(fake_cuda: FakeCuda, monkeypatch
         gc.collect()
         assert not any(ref() for ref in made)
         tokens, _ = rank.graphs._inputs.tokens(4)
-        metadata = rank.graphs._inputs.idle(4)
+        metadata = rank.graphs._inputs.dummy_decode(4)
         tokens.copy_(torch.arange(4))
         assert torch.equal(graphs.replay(key, metadata), torch.arange(4.0) + 3)
 
@@ -209,7 +208,7 @@ def test_results_of_ops_are_put_where_subgraphs_look_for_them(fake_cuda: FakeCud
         )  # fmt: skip
         rank = DeviceRank(GraphMode.PIECEWISE, CaptureSizes((), (2,)), lambda _, model=model: model)
         rank.capture()
-        metadata = rank.graphs._inputs.idle(2)
+        metadata = rank.graphs._inputs.dummy_decode(2)
         rank.graphs._inputs.tokens(2)[0].copy_(torch.tensor([0, 1]))
         assert rank.graphs.run(Dispatch(GraphMode.PIECEWISE, 2), metadata).tolist() == expected
 

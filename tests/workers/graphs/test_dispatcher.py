@@ -1,4 +1,4 @@
-"""The dispatcher: by table, and exhaustively against the rules as the checklist words them."""
+"""The dispatcher, the supported graph modes and the capture sizes: tables, and every batch against the rules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import itertools
 
 import pytest
 
-from runtime.common.config import GraphMode
-from workers.graphs.dispatcher import Captured, Dispatch, dispatch, uniform_query_len
+from runtime.common.config import CompileMode, GraphMode
+from runtime.common.errors import ConfigError
+from workers.graphs.dispatcher import (
+    Captured,
+    CaptureSizes,
+    Dispatch,
+    default_sizes,
+    dispatch,
+    resolve_capture_sizes,
+    supported_mode,
+    uniform_query_len,
+)
 
 NONE, PIECEWISE, FULL = GraphMode.NONE, GraphMode.PIECEWISE, GraphMode.FULL
 BOTH = Captured(full=(1, 2, 4, 8), piecewise=(1, 8, 16))
@@ -64,3 +74,110 @@ def test_every_batch_against_the_rules() -> None:
 )
 def test_uniform_query_len(lengths: list[int], expected: int | None) -> None:
     assert uniform_query_len(lengths) == expected
+
+
+DECODE_ONLY, BOTH_MODES = GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE
+EVERY_MODE = [NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH_MODES]
+
+
+@pytest.mark.parametrize(
+    ("device", "compile_mode", "attention", "collectives", "expected"),
+    [
+        # A CPU replays what was traced, whatever attention and collectives do.
+        ("cpu", "PIECEWISE", False, False, EVERY_MODE),
+        ("cpu", "DYNAMO_TRACE_ONCE", True, True, [NONE, NONE, FULL, DECODE_ONLY, DECODE_ONLY]),
+        ("cpu", "STOCK", True, True, [NONE] * 5),
+        ("cpu", "NONE", True, True, [NONE] * 5),
+        # A CUDA graph holds launches, of a module as well.
+        ("cuda", "PIECEWISE", True, True, EVERY_MODE),
+        ("cuda", "NONE", True, True, [NONE, NONE, FULL, DECODE_ONLY, DECODE_ONLY]),
+        ("cuda", "STOCK", True, True, [NONE, NONE, FULL, DECODE_ONLY, DECODE_ONLY]),
+        ("cuda", "PIECEWISE", False, True, [NONE, PIECEWISE, NONE, NONE, PIECEWISE]),
+        ("cuda", "NONE", False, True, [NONE] * 5),
+        ("cuda", "PIECEWISE", True, False, [NONE] * 5),
+        ("cuda", "NONE", False, False, [NONE] * 5),
+    ],
+)
+def test_supported_modes(
+    device: str, compile_mode: str, attention: bool, collectives: bool, expected: list[GraphMode]
+) -> None:
+    for mode, found in zip(GraphMode, expected, strict=True):
+        result, warning = supported_mode(
+            mode,
+            compile_mode=CompileMode(compile_mode),
+            device_type=device,
+            attention_capturable=attention,
+            collectives_capturable=collectives,
+        )
+        assert result is found
+        assert warning.startswith(f"graph mode {mode} becomes {found}: ") == (found is not mode)
+        assert bool(warning) == (found is not mode)
+
+
+def test_a_graph_mode_without_compilation_says_what_to_do_on_a_cpu() -> None:
+    _, warning = supported_mode(
+        FULL,
+        compile_mode=CompileMode.NONE,
+        device_type="cpu",
+        attention_capturable=True,
+        collectives_capturable=True,
+    )
+    assert warning == (
+        "graph mode FULL becomes NONE: a CPU replays traced models only, and the compile mode is NONE "
+        "(use -O1 or higher)"
+    )
+
+
+def test_defaults_of_a_gpu() -> None:
+    assert default_sizes(24, "cuda") == (1, 2, 4, 8, 16, 24)
+    assert default_sizes(20, "cuda") == (1, 2, 4, 8, 16, 20)
+    assert default_sizes(512, "cuda")[:6] == (1, 2, 4, 8, 16, 24)
+    assert default_sizes(512, "cuda")[-3:] == (480, 496, 512)
+    assert len(default_sizes(512, "cuda")) == 51
+
+
+def test_defaults_of_a_cpu_pad_by_an_eighth_at_most() -> None:
+    assert default_sizes(16, "cpu") == tuple(range(1, 17))
+    assert default_sizes(40, "cpu") == (*range(1, 17), 18, 20, 22, 24, 26, 28, 30, 32, 36, 40)
+    sizes = default_sizes(1000, "cpu")
+    for small, large in itertools.pairwise(sizes):
+        assert large - small == 1 or large - (small + 1) <= (small + 1) / 8
+    assert len(default_sizes(64, "cpu")) == 32
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("limit", [1, 2, 3, 7, 8, 9, 17, 64, 65, 511, 4096])
+def test_defaults_ascend_from_one_to_the_limit(device: str, limit: int) -> None:
+    sizes = default_sizes(limit, device)
+    assert sizes[0] == 1
+    assert sizes[-1] == limit
+    assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.parametrize(
+    ("device", "seqs", "tokens", "decode", "mixed"),
+    [
+        ("cuda", 64, 2048, 64, 512),
+        ("cuda", 1024, 8192, 1024, 1024),
+        ("cuda", 64, 100, 64, 100),
+        ("cpu", 8, 2048, 8, 64),
+        ("cpu", 128, 2048, 128, 128),
+        ("cpu", 8, 32, 8, 32),
+    ],
+)
+def test_default_limits(device: str, seqs: int, tokens: int, decode: int, mixed: int) -> None:
+    sizes = resolve_capture_sizes(None, max_num_seqs=seqs, max_num_batched_tokens=tokens, device_type=device)
+    assert (sizes.decode[-1], sizes.mixed[-1], sizes.dropped) == (decode, mixed, ())
+
+
+def test_the_flags_list_is_sorted_and_cut() -> None:
+    sizes = resolve_capture_sizes(
+        (8, 2, 600, 2, 64, 5000), max_num_seqs=32, max_num_batched_tokens=1024, device_type="cpu"
+    )
+    assert sizes == CaptureSizes(decode=(2, 8), mixed=(2, 8, 64, 600), dropped=(5000,))
+
+
+@pytest.mark.parametrize(("given", "told"), [((), "empty"), ((4, 0), "4, 0"), ((2048,), "2048")])
+def test_a_list_of_no_use_is_refused(given: tuple[int, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=f"cudagraph_capture_sizes is {told}; allowed: .* 1 to .* 1024"):
+        resolve_capture_sizes(given, max_num_seqs=32, max_num_batched_tokens=1024, device_type="cuda")

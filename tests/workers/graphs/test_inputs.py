@@ -1,4 +1,4 @@
-"""The batches that stand in the static buffers while graphs are captured."""
+"""Dummy batches in the static buffers: their shapes, and that they write no KV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.graphs.inputs import StaticInputs
 
 
 def buffers() -> BatchBuffers:
-    """Full of what an earlier step left."""
+    """Buffers in which an earlier step left values everywhere."""
     left = BatchBuffers(max_num_tokens=32, max_num_reqs=8, max_model_len=12, block_size=4, device=torch.device("cpu"))
     for static in (left.input_ids, left.positions, left.slot_mapping, left.block_table, left.seq_lens):
         static.tensor.fill_(77)
@@ -25,18 +25,9 @@ def test_tokens_are_views() -> None:
     assert input_ids.shape == positions.shape == (5,)
 
 
-def test_idle() -> None:
-    static = buffers()
-    metadata = StaticInputs(static).idle(5, token=3)
-    assert (metadata.num_tokens, metadata.num_reqs, metadata.max_query_len, metadata.max_seq_len) == (0, 0, 0, 0)
-    assert metadata.slot_mapping.tolist() == [-1] * 5
-    assert metadata.query_start_loc.tolist() == [0]
-    assert static.input_ids.tensor[:6].tolist() == static.positions.tensor[:6].tolist() == [3] * 5 + [77]
-
-
-def test_prompt_is_as_long_as_a_request_can_be() -> None:
+def test_a_dummy_prompt_has_at_most_max_model_len_tokens() -> None:
     for size, length in ((5, 5), (20, 12)):
-        metadata = StaticInputs(buffers()).prompt(size)
+        metadata = StaticInputs(buffers()).dummy_prompt(size)
         assert (metadata.num_tokens, metadata.num_reqs) == (length, 1)
         assert (metadata.max_query_len, metadata.max_seq_len) == (length, length)
         assert metadata.slot_mapping.tolist() == [-1] * size
@@ -45,9 +36,9 @@ def test_prompt_is_as_long_as_a_request_can_be() -> None:
         assert metadata.query_start_loc.tolist() == [0, length]
 
 
-def test_decode_spans_the_buffers() -> None:
+def test_a_dummy_decode_spans_the_buffers() -> None:
     static = buffers()
-    metadata = StaticInputs(static).decode(4)
+    metadata = StaticInputs(static).dummy_decode(4)
     assert (metadata.num_tokens, metadata.num_reqs, metadata.max_query_len, metadata.max_seq_len) == (4, 4, 1, 12)
     assert metadata.slot_mapping.tolist() == [-1] * 4
     assert metadata.seq_lens.tolist() == [0] * 4

@@ -1,8 +1,7 @@
-"""One subgraph through Inductor, and its artifact: the files from which another process runs it without compiling.
+"""Compiles a subgraph with Inductor and makes its artifact: the files from which another process loads it.
 
-On a CPU the artifact is the generated Python and its compiled loops (``generated.py``), which a warm start runs
-without importing Inductor. Elsewhere, and for code that does not allow it, it is Inductor's own CompiledArtifact.
-Where files are kept is ``cache.py``'s; which subgraphs there are is ``split.py``'s.
+On a CPU the artifact is the generated Python and its compiled loops (``generated.py``), which a later start runs
+without importing Inductor. On other devices, and for code that is not portable, it is Inductor's CompiledArtifact.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 
 from runtime.common.protocol import pack
 from workers.compile.cache import Entry, Store
+from workers.compile.compiled_model import Run
 from workers.compile.errors import CompileError
 from workers.compile.generated import (
     GeneratedCode,
@@ -32,34 +32,31 @@ from workers.compile.generated import (
 from workers.compile.levels import find_cxx
 from workers.compile.split import Subgraph
 
-Run = Callable[[list[Any]], Sequence[Any]]
-"""A compiled subgraph: inputs in order, in a list that it may empty, to outputs in order."""
-
 CODE_FILE = "code"
 ARTIFACT_FILE = "artifact"
 
 INDUCTOR_OPTIONS: Mapping[str, Any] = {
-    # What a subgraph is given was checked when the model was bound; looking again costs a microsecond an input.
+    # Binding a plan checks the inputs of its subgraphs; checking them again costs a microsecond an input.
     "size_asserts": False,
     "alignment_asserts": False,
     "nan_asserts": False,
-    # Asking the compiler which vector instructions work starts a compiler or two; the CPU's own list is as good.
+    # Inductor would run the C++ compiler to test vector instructions; the CPU's own list is sufficient.
     "cpp.vec_isa_ok": True,
-    # A subgraph's loops are short beside its linear layers, which have threads of their own; waking OpenMP's for every
-    # loop costs more than it saves (the demo model by two threads: 25 ms a decode step with them, 16 ms without).
+    # A subgraph's loops are short compared with its linear layers, which have threads of their own. Waking OpenMP's
+    # threads for every loop costs more than it saves (demo model, two threads: 25 ms a decode step, 16 ms without).
     "cpp.threads": 1,
-    # Our graphs are captured by workers/graphs/, around the subgraphs.
+    # workers/graphs/ captures the graphs, around subgraphs.
     "triton.cudagraphs": False,
 }
-"""Part of every subgraph's key."""
+"""Part of every subgraph's cache key."""
 
 
 @dataclass(frozen=True)
 class CompiledSubgraph:
-    """A subgraph that was compiled in this process.
+    """A subgraph that this process compiled.
 
     Attributes:
-        run: the subgraph.
+        run: its function.
         files: its artifact.
     """
 
@@ -68,10 +65,10 @@ class CompiledSubgraph:
 
 
 class SubgraphCompiler:
-    """Compiles subgraphs while it is open. Opening it imports Inductor, so a start that finds everything never does.
+    """Compiles subgraphs within a ``with`` block. The first one imports Inductor; a start without any does not.
 
     Args:
-        store: lends the folder Inductor works in.
+        store: provides the folder that Inductor works in.
         device: where the subgraphs run.
     """
 
@@ -80,7 +77,7 @@ class SubgraphCompiler:
         self._device = device
         self._stack = contextlib.ExitStack()
         self._options: dict[str, Any] | None = None
-        self._made: list[Any] = []
+        self._graphs: list[Any] = []
 
     def __enter__(self) -> SubgraphCompiler:
         return self
@@ -89,12 +86,12 @@ class SubgraphCompiler:
         self._stack.close()
 
     def compile(self, subgraph: Subgraph, *, portable: bool) -> CompiledSubgraph:
-        """Put a subgraph through Inductor.
+        """Compile a subgraph with Inductor.
 
         Args:
             subgraph: from ``split.py``.
-            portable: whether its outputs may be taken as the generated code gives them. Without, torch's wrapper
-                around that code makes sure that an output that is a view of an input shares its memory.
+            portable: whether the generated code may be called directly. If not, torch's wrapper around it makes an
+                output that is a view of an input share the input's memory.
 
         Raises:
             CompileError: Inductor or its C++ compiler failed.
@@ -103,7 +100,7 @@ class SubgraphCompiler:
             if self._options is None:
                 self._stack.enter_context(own_inductor(self._store, self._device))
                 self._options = inductor_options(self._device)
-            self._made.clear()
+            self._graphs.clear()
             with torch.inference_mode():
                 artifact = torch._inductor.standalone_compile(
                     subgraph.module,
@@ -124,22 +121,22 @@ class SubgraphCompiler:
             ) from error
 
     def _inner_compile(self, module: Any, inputs: Any, **options: Any) -> Any:
-        """Inductor's compilation of one graph, whose result is noted: it alone has the generated code."""
+        """Inductor's compilation of one graph. Its result is kept: it has the generated code."""
         from torch._inductor.compile_fx import compile_fx_inner
 
         compiled = compile_fx_inner(module, inputs, **options)
-        self._made.append(compiled)
+        self._graphs.append(compiled)
         return compiled
 
     def _portable(self, subgraph: Subgraph) -> CompiledSubgraph:
-        """The artifact as generated code. Raises NotPortableError where that is not all of the subgraph."""
+        """The artifact as generated code. Raises NotPortableError if that is not the whole subgraph."""
         from torch._inductor.select_algorithm import extern_kernels
 
-        if len(self._made) != 1 or not getattr(self._made[0], "source_code", ""):
-            raise NotPortableError(f"Inductor made {len(self._made)} graphs of one subgraph")
-        made = self._made[0]
-        code = extract(made.source_code, len(subgraph.inputs), extern_kernels)
-        function = made.current_callable
+        if len(self._graphs) != 1 or not getattr(self._graphs[0], "source_code", ""):
+            raise NotPortableError(f"Inductor compiled one subgraph as {len(self._graphs)} graphs")
+        graph = self._graphs[0]
+        code = extract(graph.source_code, len(subgraph.inputs), extern_kernels)
+        function = graph.current_callable
         names: dict[str, Any] = getattr(function, "__func__", function).__globals__
         loops = {name: names[name] for name in code.loops}
         files = {_loop_file(number): loop_file(loops[name]).read_bytes() for number, name in enumerate(code.loops)}
@@ -150,14 +147,14 @@ class SubgraphCompiler:
 
 @contextlib.contextmanager
 def own_inductor(store: Store, device: torch.device) -> Generator[None]:
-    """Import Inductor, and let it work in an empty folder instead of its own cache.
+    """Import Inductor, with an empty folder in place of its own cache.
 
-    It trusts what lies in its cache, pickles and shared objects alike. In an empty folder it finds nothing that is
-    truncated or foreign. CUDA code may be loaded from there as late as its first launch, so that the folder stays.
+    Inductor trusts the pickles and shared objects in its cache without verifying them. On CUDA the folder stays,
+    because code may be loaded from it as late as its first launch.
     """
     import torch._inductor.config as inductor_config
 
-    # Before the compiler is imported: it would start a pool of processes, which nobody would end.
+    # Before the compiler is imported: it would start a pool of processes that outlives the compilation.
     inductor_config.compile_threads = 1
     from torch._inductor.utils import fresh_cache
 
@@ -167,7 +164,7 @@ def own_inductor(store: Store, device: torch.device) -> Generator[None]:
 
 
 def inductor_options(device: torch.device) -> dict[str, Any]:
-    """:data:`INDUCTOR_OPTIONS`, as far as this torch knows them, and what this machine has to compile with."""
+    """Those of :data:`INDUCTOR_OPTIONS` that this torch version has, and the options of this machine."""
     import torch._inductor.config as inductor_config
 
     known = inductor_config.get_config_copy()
@@ -175,16 +172,16 @@ def inductor_options(device: torch.device) -> dict[str, Any]:
     if device.type == "cpu" and (compiler := find_cxx()) is not None:
         options["cpp.cxx"] = (None, compiler)
     if shutil.which("openssl") is None:
-        # Inductor names precompiled headers by a digest that it asks this program for.
+        # Inductor runs this program to name precompiled headers.
         options["cpp_cache_precompile_headers"] = False
     return options
 
 
 def load_subgraph(entry: Entry, key: str, store: Store, device: torch.device) -> Run:
-    """A subgraph from its artifact.
+    """Load a subgraph from its artifact.
 
     Raises:
-        CompileError: the artifact is whole, but this process cannot run it.
+        CompileError: the artifact is intact, but this process cannot run it.
     """
     try:
         fields: dict[str, Any] = msgpack.unpackb(entry.files[CODE_FILE])

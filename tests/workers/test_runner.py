@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from runtime.common.model_config import load_model_config
 from runtime.common.protocol import NewRequest, ScheduledRequest, StepPlan
 from runtime.common.sampling_params import SamplingParams
 from tests.checkpoints import prompts, tiny_checkpoint
+from tests.workers.graphs.split_model import compile_without_inductor
 from workers import runner as runner_module
 from workers.forward_context import AttentionMetadata
 from workers.graphs.dispatcher import Dispatch
@@ -35,10 +37,12 @@ def make_runner(*, ranks_on_host: int = 1, load: bool = True, **settings: Any) -
 
 
 def ready_runner(**settings: Any) -> ModelRunner:
-    """A runner after every start-up stage."""
-    runner = make_runner(**settings)
+    """A runner after every start-up stage; with a graph mode, its model is traced and split but not compiled."""
+    level = 2 if "cudagraph_mode" in settings else 0
+    runner = make_runner(**{"optimization_level": level} | settings)
     runner.allocate(24)
-    forward, _, compiled = runner.compile()
+    with patch("workers.compile.compiler.compile_model", compile_without_inductor):
+        forward, _, compiled = runner.compile()
     runner.use(forward, compiled)
     runner.warm_up()
     runner.capture()
@@ -61,7 +65,7 @@ def tokens_of(runner: ModelRunner, plan: StepPlan) -> list[int]:
 
 
 def test_an_under_full_decode_graph_reads_cleared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = ready_runner(cudagraph_mode="FULL", cudagraph_capture_sizes=[5])
+    runner = ready_runner(cudagraph_mode="FULL", cudagraph_capture_sizes=(5,))
     plain = ready_runner(cudagraph_mode="NONE")
     seen: list[tuple[Dispatch, list[int], list[int], list[int]]] = []
     run = runner.graphs.run
@@ -93,7 +97,7 @@ def test_requests_are_added_and_dropped_in_one_place() -> None:
 
 
 def test_use_warns_about_capture_sizes_that_no_step_has() -> None:
-    runner = make_runner(max_num_batched_tokens=16, cudagraph_capture_sizes=[4, 99])
+    runner = make_runner(max_num_batched_tokens=16, cudagraph_capture_sizes=(4, 99))
     runner.allocate(4)
     forward, _, settings = runner.compile()
     assert "capture sizes 99 are larger than any step" in runner.use(forward, settings)

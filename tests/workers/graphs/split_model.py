@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from runtime.common.config import CompileMode
 from workers.compile.compiled_model import CompiledModel
+from workers.compile.compiler import CompileReport
 from workers.compile.keys import cache_key, model_shape
 from workers.compile.plan import Plan, make_plan
 from workers.compile.split import make_subgraph, split_graph
@@ -38,6 +40,16 @@ def split_model(model: DecoderForCausalLM) -> CompiledModel:
         _PLANS[key] = make_plan(traced, segments, subgraphs), runs
     plan, runs = _PLANS[key]
     return plan.bind(model, runs)
+
+
+def compile_without_inductor(
+    model: DecoderForCausalLM, *, mode: CompileMode, **_: Any
+) -> tuple[DecoderForCausalLM | CompiledModel, CompileReport]:
+    """Stands in for ``compile_model``: piecewise compilation without a compiler."""
+    if mode is CompileMode.NONE:
+        return model, CompileReport()
+    compiled = split_model(model)
+    return compiled, CompileReport(subgraphs=compiled.num_subgraphs)
 
 
 def run_of(module: fx.GraphModule) -> Run:

@@ -154,6 +154,8 @@ def test_no_layer_divides_a_group(rank: int) -> None:
 def test_queries_may_have_a_multiple_of_their_own() -> None:
     layers = [QKVParallelLinear(8, 64, 6, 3, group=unconnected_group(rank, 3), q_multiple=128) for rank in range(3)]
     assert [(layer.q_size, layer.kv_size) for layer in layers] == [(128, 64)] * 3
+    layers = [QKVParallelLinear(8, 64, 8, 1, group=unconnected_group(rank, 3), q_multiple=128) for rank in range(3)]
+    assert [(layer.q_size, layer.kv_size) for layer in layers] == [(256, 64), (128, 64), (128, 64)]
     with pytest.raises(ShardError, match=r"sizes that work: 1 to 2$"):
         QKVParallelLinear(8, 64, 6, 3, group=unconnected_group(0, 3), multiple=128)
 

@@ -208,7 +208,7 @@ def test_the_quantization_config_reaches_every_layer() -> None:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])
-@pytest.mark.parametrize("multiples", [(16, 1), (8, 8), (1, 16), (16, 16)])
+@pytest.mark.parametrize("multiples", [(32, 1), (16, 1), (8, 8), (1, 16), (16, 16)])
 def test_shards_keep_quantization_groups_from_one_layer_to_the_next(tp_size: int, multiples: tuple[int, int]) -> None:
     config = dataclasses.replace(CONFIG, num_heads=12, num_kv_heads=6, intermediate_size=112, vocab_size=112)
     for rank in range(tp_size):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from workers.attention.bounds import KVCacheBoundsError
 from workers.attention.torch_paged import TorchPagedAttention, _group_by_length
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
 from workers.kernels.ops.paged_attention import attention_reference
@@ -184,3 +185,25 @@ def test_grouping_bounds_the_padding() -> None:
     assert _group_by_length([0, 2, 3], [1000, 5, 499, 500]) == [[0, 3], [2]]
     assert _group_by_length([0, 1, 2, 3], [1000, 200, 90, 3]) == [[0], [1], [2, 3]]
     assert _group_by_length([], []) == []
+
+
+def test_slots_and_blocks_outside_the_cache_are_refused() -> None:
+    backend, cache = TorchPagedAttention(), torch.zeros(3, 2, 1, 4, 8)
+    key = torch.ones(2, 1, 8)
+    metadata = AttentionMetadata(
+        num_tokens=2,
+        num_reqs=1,
+        max_query_len=2,
+        max_seq_len=6,
+        slot_mapping=torch.tensor([4, 13]),
+        block_table=torch.tensor([[1, 7]], dtype=torch.int32),
+        seq_lens=torch.tensor([6], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 2], dtype=torch.int32),
+    )
+    step = backend.prepare_step(metadata)
+    with pytest.raises(KVCacheBoundsError, match="slot 13 of token 1 is outside the KV cache, which has 3 blocks of 4"):
+        backend.write_kv(step, key, key, cache)
+    assert not cache.any()
+    layer = Attention(1, 1, 8, dtype=torch.float32, backend=backend, prefix="a")
+    with pytest.raises(KVCacheBoundsError, match="block 7 is outside the KV cache, which has 3 blocks"):
+        backend.forward(step, layer, key, key, key, cache, torch.empty_like(key))

@@ -9,12 +9,14 @@ import torch
 
 from workers.attention.torch_paged import TorchPagedAttention
 from workers.forward_context import AttentionMetadata, ForwardContext, forward_context
+from workers.kernels.ops import rms_norm, rotary_embedding, silu_and_mul
 from workers.kernels.ops.kv_cache_write import kv_cache_write_reference
 from workers.kernels.ops.paged_attention import attention_reference, paged_attention_reference
 from workers.layers.attention import Attention
 
 KV_HEADS, HEADS, HEAD_DIM, BLOCK = 2, 6, 16, 4
 ops = torch.ops.lockstep
+REGISTERED = (rms_norm, rotary_embedding, silu_and_mul)  # whose import registers the ops
 
 
 @pytest.fixture

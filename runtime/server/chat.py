@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.common.sampling_params import MAX_OUTPUT_TOKENS
-from runtime.engine.request import CompletionOutput, RequestOutput
+from runtime.engine.request import CompletionOutput, GenerateRequest, RequestOutput
 from runtime.server.app_state import AppState
 from runtime.server.completions import DONE
 from runtime.server.errors import BodyError
-from runtime.server.generation import Prompt, PromptBatch, Usage, generate, generate_final
+from runtime.server.generation import Usage, generate, generate_final
 from runtime.server.logprobs import chat_logprobs, prompt_logprobs
 from runtime.server.sampling import includes_usage, sampling_params
 from runtime.server.schemas import ChatCompletionRequest, TokenizeChatRequest
@@ -29,13 +29,15 @@ class ChatCall:
     """A body with its prompt rendered and tokenized.
 
     Attributes:
+        max_tokens: the body's, None if it has none.
         top_logprobs: alternatives for each token; None: no logprobs.
     """
 
     id: str
     model: str
     created: int
-    batch: PromptBatch
+    request: GenerateRequest
+    max_tokens: int | None
     top_logprobs: int | None
     include_usage: bool
 
@@ -59,16 +61,18 @@ async def read_chat(state: AppState, body: ChatCompletionRequest, *, request_id:
         )
     # Parameters are checked before the template is rendered, which takes longest.
     params = sampling_params(body, max_tokens=max_tokens or MAX_OUTPUT_TOKENS, logprobs=top_logprobs)
-    prompt = await state.run_in_thread(render_prompt, state, body)
+    prompt, token_ids = await state.run_in_thread(render_prompt, state, body)
     if max_tokens is None:
-        room = state.engine.max_total_tokens - len(prompt.token_ids)
+        room = state.engine.max_total_tokens - len(token_ids)
         params = dataclasses.replace(params, max_tokens=max(1, params.min_tokens, room))
-    batch = PromptBatch((prompt,), params, max_tokens, body.priority or 0, body.cache_salt or "")
-    return ChatCall(f"chatcmpl-{request_id}", model, int(time.time()), batch, top_logprobs, include_usage)
+    request = GenerateRequest(
+        token_ids, params, prompt=prompt, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+    )
+    return ChatCall(f"chatcmpl-{request_id}", model, int(time.time()), request, max_tokens, top_logprobs, include_usage)
 
 
-def render_prompt(state: AppState, body: ChatCompletionRequest | TokenizeChatRequest) -> Prompt:
-    """Render and tokenize the messages of a body. Runs in a thread. Raises InputError."""
+def render_prompt(state: AppState, body: ChatCompletionRequest | TokenizeChatRequest) -> tuple[str, list[int]]:
+    """Render the messages of a body: the prompt and its token ids. Runs in a thread. Raises InputError."""
     unused = isinstance(body, ChatCompletionRequest) and body.tool_choice == "none"
     text = state.tokenizer.apply_chat_template(
         [_template_message(message, index) for index, message in enumerate(body.messages)],
@@ -76,7 +80,7 @@ def render_prompt(state: AppState, body: ChatCompletionRequest | TokenizeChatReq
         tools=None if unused else body.tools or None,
     )
     # The template has written the special tokens already.
-    return Prompt(state.encode(text, add_special_tokens=False), text)
+    return text, state.encode(text, add_special_tokens=False)
 
 
 def _template_message(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -112,8 +116,8 @@ def _arguments(call: dict[str, Any], where: str) -> Any:
 async def create_chat_completion(state: AppState, body: ChatCompletionRequest, *, request_id: str) -> dict[str, Any]:
     """The response to a body. Raises LockstepError: see ``errors.error_reply``."""
     call = await read_chat(state, body, request_id=request_id)
-    (output,) = await generate_final(state, call.batch)
-    if call.batch.params.prompt_logprobs is None:
+    (output,) = await generate_final(state, [call.request], max_tokens=call.max_tokens)
+    if call.request.params.prompt_logprobs is None:
         return _response(state, call, output)
     return await state.run_in_thread(_response, state, call, output)  # Up to twenty entries for each prompt token.
 
@@ -126,7 +130,7 @@ def _response(state: AppState, call: ChatCall, output: RequestOutput) -> dict[st
         "choices": [_choice(state, call, sample) for sample in output.outputs],
         "usage": usage.to_dict(),
     }
-    if call.batch.params.prompt_logprobs is not None and output.prompt_logprobs is not None:
+    if call.request.params.prompt_logprobs is not None and output.prompt_logprobs is not None:
         response["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs, state.texts)
     return response
 
@@ -157,7 +161,7 @@ async def stream_chat_completion(
     usage = Usage()
     started: set[int] = set()
     finished: set[int] = set()
-    async with contextlib.aclosing(generate(state, call.batch)) as outputs:
+    async with contextlib.aclosing(generate(state, [call.request], max_tokens=call.max_tokens)) as outputs:
         async for _, output in outputs:
             usage.update(0, output)
             events: list[str] = []

@@ -13,10 +13,11 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.engine.request import CompletionOutput, RequestOutput
+from runtime.common.sampling_params import SamplingParams
+from runtime.engine.request import CompletionOutput, GenerateRequest, RequestOutput
 from runtime.server.app_state import AppState
 from runtime.server.errors import BodyError
-from runtime.server.generation import Prompt, PromptBatch, Usage, generate, generate_final
+from runtime.server.generation import Usage, generate, generate_final
 from runtime.server.logprobs import CompletionLogprobs, prompt_logprobs
 from runtime.server.sampling import includes_usage, sampling_params
 from runtime.server.schemas import CompletionRequest
@@ -30,6 +31,8 @@ class CompletionCall:
     """A body with its prompts tokenized and its contradictions refused.
 
     Attributes:
+        requests: one for each prompt, all with the same parameters.
+        max_tokens: the body's, None if it has none.
         echo: whether each text begins with its prompt.
         returns_prompt_logprobs: whether the body has ``prompt_logprobs``, which echo computes too.
         scores_only: ``max_tokens`` is 0: the response has only the prompt, though the engine always generates a token.
@@ -38,7 +41,8 @@ class CompletionCall:
     id: str
     model: str
     created: int
-    batch: PromptBatch
+    requests: tuple[GenerateRequest, ...]
+    max_tokens: int | None
     returns_prompt_logprobs: bool
     echo: bool
     scores_only: bool
@@ -52,7 +56,7 @@ class CompletionCall:
 
     def choice_index(self, prompt: int, sample: int) -> int:
         """OpenAI's index of a choice: samples are numbered across all prompts."""
-        return prompt * self.batch.params.n + sample
+        return prompt * self.requests[0].params.n + sample
 
 
 async def read_completion(state: AppState, body: CompletionRequest, *, request_id: str) -> CompletionCall:
@@ -75,12 +79,19 @@ async def read_completion(state: AppState, body: CompletionRequest, *, request_i
             f"{limit} (--max-queued-requests); send several",
             param="prompt",
         )
-    prompts = await state.run_in_thread(_tokenize, state, body, given)
-    batch = PromptBatch(prompts, params, body.max_tokens, body.priority or 0, body.cache_salt or "")
+    requests = await state.run_in_thread(_tokenize, state, body, given, params)
     return CompletionCall(
-        f"cmpl-{request_id}", model, int(time.time()), batch, body.prompt_logprobs is not None, echo, max_tokens == 0,
-        logprobs, include_usage,
-    )  # fmt: skip
+        id=f"cmpl-{request_id}",
+        model=model,
+        created=int(time.time()),
+        requests=requests,
+        max_tokens=body.max_tokens,
+        returns_prompt_logprobs=body.prompt_logprobs is not None,
+        echo=echo,
+        scores_only=max_tokens == 0,
+        logprobs=logprobs,
+        include_usage=include_usage,
+    )
 
 
 def _prompt_list(body: CompletionRequest) -> Sequence[str | list[int]]:
@@ -89,23 +100,30 @@ def _prompt_list(body: CompletionRequest) -> Sequence[str | list[int]]:
     return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
-def _tokenize(state: AppState, body: CompletionRequest, given: Sequence[str | list[int]]) -> tuple[Prompt, ...]:
-    """Tokenize prompts, or decode those that an echo returns. Runs in a thread."""
+def _tokenize(
+    state: AppState, body: CompletionRequest, given: Sequence[str | list[int]], params: SamplingParams
+) -> tuple[GenerateRequest, ...]:
+    """The engine's requests: texts are tokenized, token ids that an echo returns are decoded. Runs in a thread."""
     special = body.add_special_tokens is not False
-    prompts: list[Prompt] = []
+    requests: list[GenerateRequest] = []
     for prompt in given:
         if isinstance(prompt, str):
-            prompts.append(Prompt(state.encode(prompt, add_special_tokens=special), prompt))
+            token_ids, text = state.encode(prompt, add_special_tokens=special), prompt
         else:
-            prompts.append(Prompt(prompt, state.tokenizer.decode(prompt, False) if body.echo else None))
-    return tuple(prompts)
+            token_ids, text = prompt, state.tokenizer.decode(prompt, False) if body.echo else None
+        requests.append(
+            GenerateRequest(
+                token_ids, params, prompt=text, priority=body.priority or 0, cache_salt=body.cache_salt or ""
+            )
+        )
+    return tuple(requests)
 
 
 async def create_completion(state: AppState, body: CompletionRequest, *, request_id: str) -> dict[str, Any]:
     """The response to a body. Raises LockstepError: see ``errors.error_reply``."""
     call = await read_completion(state, body, request_id=request_id)
-    outputs = await generate_final(state, call.batch)
-    if call.batch.params.prompt_logprobs is None:
+    outputs = await generate_final(state, call.requests, max_tokens=call.max_tokens)
+    if call.requests[0].params.prompt_logprobs is None:
         return _response(state, call, outputs)
     return await state.run_in_thread(_response, state, call, outputs)  # Up to twenty entries for each prompt token.
 
@@ -136,7 +154,7 @@ def _choice(
         logprobs = formatter.format(token_ids, tokens)
     choice: dict[str, Any] = {
         "index": call.choice_index(index, sample.index),
-        "text": (call.batch.prompts[index].text or "") + text if call.echo else text,
+        "text": (call.requests[index].prompt or "") + text if call.echo else text,
         "logprobs": logprobs,
         "finish_reason": "length" if call.scores_only else sample.finish_reason,
     }
@@ -161,7 +179,7 @@ async def stream_completion(state: AppState, body: CompletionRequest, *, request
     tail = ', "usage": null}\n\n' if call.include_usage else "}\n\n"
     usage = Usage()
     samples: dict[int, _SampleEvents] = {}
-    async with contextlib.aclosing(generate(state, call.batch)) as outputs:
+    async with contextlib.aclosing(generate(state, call.requests, max_tokens=call.max_tokens)) as outputs:
         async for index, output in outputs:
             usage.update(index, output)
             events: list[str] = []
@@ -185,7 +203,7 @@ class _SampleEvents:
     def __init__(self, state: AppState, call: CompletionCall, number: int, prompt: int) -> None:
         self._call = call
         self._number = number
-        self._prompt_text = call.batch.prompts[prompt].text or ""
+        self._prompt_text = call.requests[prompt].prompt or ""
         self._echo = call.echo
         self._ended = False
         self._formatter = None if call.logprobs is None else CompletionLogprobs(state.texts, call.logprobs)

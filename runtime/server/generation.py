@@ -8,37 +8,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.common.sampling_params import SamplingParams
 from runtime.engine.request import GenerateRequest, RequestOutput
 from runtime.server.app_state import AppState
 from runtime.server.errors import GenerationError, shutting_down
 
 MERGED_OUTPUTS = 16
 """Outputs of several prompts of one body that a queue holds for a slow client; the engine merges later ones."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A tokenized prompt. ``text`` is None where the body gave token ids."""
-
-    token_ids: Sequence[int]
-    text: str | None = None
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """The prompts of one body and how to continue them.
-
-    Attributes:
-        params: sampling parameters of every prompt.
-        max_tokens: ``max_tokens`` of the body; None if it has none.
-    """
-
-    prompts: tuple[Prompt, ...]
-    params: SamplingParams
-    max_tokens: int | None = None
-    priority: int = 0
-    cache_salt: str = ""
 
 
 @dataclass
@@ -65,43 +40,51 @@ class Usage:
         }
 
 
-async def generate(state: AppState, batch: PromptBatch) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Yield the outputs of every prompt with the prompt's index, as they arrive.
+async def generate(
+    state: AppState, requests: Sequence[GenerateRequest], *, max_tokens: int | None
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Yield the outputs of every request with its index, as they arrive.
 
-    Leaving the iterator aborts the prompts that have not finished.
+    Leaving the iterator aborts the requests that have not finished.
+
+    Args:
+        state: the engine and its metrics.
+        requests: one for each prompt of a body.
+        max_tokens: the body's ``max_tokens``, for metrics; None if it has none.
 
     Raises:
-        LockstepError: a prompt was refused, or failed; all others were aborted.
+        LockstepError: a request was refused, or failed; all others were aborted.
     """
-    if len(batch.prompts) == 1:
-        async with contextlib.aclosing(_generate_one(state, batch, batch.prompts[0])) as outputs:
+    if len(requests) == 1:
+        async with contextlib.aclosing(_generate_one(state, requests[0], max_tokens)) as outputs:
             async for output in outputs:
                 yield 0, output
         return
-    async with contextlib.aclosing(_generate_several(state, batch)) as pairs:
+    async with contextlib.aclosing(_generate_several(state, requests, max_tokens)) as pairs:
         async for pair in pairs:
             yield pair
 
 
-async def generate_final(state: AppState, batch: PromptBatch) -> list[RequestOutput]:
-    """The final output of every prompt, in order. Raises as :func:`generate` does."""
+async def generate_final(
+    state: AppState, requests: Sequence[GenerateRequest], *, max_tokens: int | None
+) -> list[RequestOutput]:
+    """The final output of every request, in order. Raises as :func:`generate` does."""
     final: dict[int, RequestOutput] = {}
-    async with contextlib.aclosing(generate(state, batch)) as outputs:
+    async with contextlib.aclosing(generate(state, requests, max_tokens=max_tokens)) as outputs:
         async for index, output in outputs:
             final[index] = output
-    return [final[index] for index in range(len(batch.prompts))]
+    return [final[index] for index in range(len(requests))]
 
 
-async def _generate_one(state: AppState, batch: PromptBatch, prompt: Prompt) -> AsyncGenerator[RequestOutput]:
-    request = GenerateRequest(
-        prompt.token_ids, batch.params, prompt=prompt.text, priority=batch.priority, cache_salt=batch.cache_salt
-    )
+async def _generate_one(
+    state: AppState, request: GenerateRequest, max_tokens: int | None
+) -> AsyncGenerator[RequestOutput]:
     outputs = state.engine.generate(request)
     metrics = None
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             if state.metrics is not None:
-                metrics = metrics or state.metrics.new_request(batch.params, batch.max_tokens)
+                metrics = metrics or state.metrics.new_request(request.params, max_tokens)
                 metrics.update(output)
             for sample in output.outputs:
                 if sample.finish_reason in ("error", "abort"):
@@ -110,19 +93,21 @@ async def _generate_one(state: AppState, batch: PromptBatch, prompt: Prompt) -> 
 
 
 def _failure(state: AppState, reason: str, text: str) -> Exception:
-    """The error of a prompt that the engine did not finish."""
+    """The error of a request that the engine did not finish."""
     if state.engine.failure is not None:
         return state.engine.failure
     return shutting_down() if reason == "abort" else GenerationError(text)
 
 
-async def _generate_several(state: AppState, batch: PromptBatch) -> AsyncGenerator[tuple[int, RequestOutput]]:
-    """Run a task for each prompt. All tasks fill one short queue, so a slow reader delays all of them."""
+async def _generate_several(
+    state: AppState, requests: Sequence[GenerateRequest], max_tokens: int | None
+) -> AsyncGenerator[tuple[int, RequestOutput]]:
+    """Run a task for each request. All tasks fill one short queue, so a slow reader delays all of them."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(MERGED_OUTPUTS)
 
-    async def put_outputs(index: int, prompt: Prompt) -> None:
+    async def put_outputs(index: int, request: GenerateRequest) -> None:
         try:
-            async with contextlib.aclosing(_generate_one(state, batch, prompt)) as outputs:
+            async with contextlib.aclosing(_generate_one(state, request, max_tokens)) as outputs:
                 async for output in outputs:
                     await queue.put((index, output))
         except Exception as error:  # noqa: BLE001 - raised again where the queue is read
@@ -130,7 +115,7 @@ async def _generate_several(state: AppState, batch: PromptBatch) -> AsyncGenerat
         else:
             await queue.put((index, None))
 
-    tasks = [asyncio.ensure_future(put_outputs(index, prompt)) for index, prompt in enumerate(batch.prompts)]
+    tasks = [asyncio.ensure_future(put_outputs(index, request)) for index, request in enumerate(requests)]
     try:
         running = len(tasks)
         while running:

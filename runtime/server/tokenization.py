@@ -14,7 +14,7 @@ async def tokenize(state: AppState, body: TokenizeTextRequest | TokenizeChatRequ
     """The token ids of a text or of messages."""
     state.model_name(body.model)
     if isinstance(body, TokenizeChatRequest):
-        token_ids = (await state.run_in_thread(render_prompt, state, body)).token_ids
+        _, token_ids = await state.run_in_thread(render_prompt, state, body)
     else:
         special = body.add_special_tokens is not False
         # All of them, however many: clients count the tokens of texts that are too long.

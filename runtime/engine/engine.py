@@ -24,7 +24,7 @@ from runtime.engine.block_pool import BlockPool
 from runtime.engine.input_processor import InputProcessor
 from runtime.engine.output_processor import OutputProcessor
 from runtime.engine.recovery import RestartPolicy
-from runtime.engine.request import GenerateRequest, RequestOutput, RequestState, SequenceState
+from runtime.engine.request import GenerateRequest, RequestOutput
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.stats import EngineSnapshot, EngineStats, take_snapshot
 from runtime.executor.interface import MAX_OUTSTANDING, Executor
@@ -73,12 +73,9 @@ class Engine:
         self.stats = EngineStats()
         self._max_model_len = config.max_model_len
         self._tokenizer = tokenizer
-        self._output_processor = OutputProcessor(tokenizer, frozenset(model_config.eos_token_ids))
+        self._outputs = OutputProcessor(tokenizer, frozenset(model_config.eos_token_ids), self.scheduler, self.stats)
         self._executor = executor
         self._restart_policy = RestartPolicy(executor, config.max_restarts)
-        self._requests: dict[int, RequestState] = {}
-        self._request_of: dict[int, RequestState] = {}  # By the id of an unfinished sequence.
-        self._updated: dict[int, RequestState] = {}  # Requests that have something to report.
         self._num_sequences = 0
         self._in_flight: deque[tuple[int, float]] = deque()  # Tokens of each in-flight step, and when it was submitted.
         self._last_result = 0.0
@@ -86,12 +83,12 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is unfinished."""
-        return bool(self._requests)
+        return bool(self._outputs.states)
 
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do: an unfinished request, or a step in flight for finished ones."""
-        return bool(self._requests or self._in_flight)
+        return bool(self._outputs.states or self._in_flight)
 
     @property
     def max_total_tokens(self) -> int:
@@ -119,21 +116,16 @@ class Engine:
         state = self.input_processor.make_state(request, req_id=req_id, first_seq_id=self._num_sequences)
         for sequence in state.sequences:
             self.scheduler.add(sequence)  # All n need the same blocks, so either the first is refused or none.
-            self._request_of[sequence.seq_id] = state
+        self._outputs.add(state)
         self._num_sequences += len(state.sequences)
-        self._requests[req_id] = state
         self.stats.requests += 1
         self.stats.prompt_tokens += len(request.prompt_token_ids)
         return req_id
 
     def abort(self, req_id: int) -> RequestOutput | None:
         """Finish a request and free its KV blocks; returns its last output, or None if it is unknown or finished."""
-        state = self._requests.get(req_id)
-        if state is None:
-            return None
-        self._finish(state, "abort")
-        del self._updated[req_id]
-        return self._report(state)
+        state = self._outputs.states.get(req_id)
+        return None if state is None else self._outputs.abort(state)
 
     # ---- steps
 
@@ -153,8 +145,7 @@ class Engine:
                 self._step()
             except LockstepError as error:
                 self._fail(error)
-            updated, self._updated = self._updated, {}
-            return [self._report(state) for state in updated.values() if not state.final_only or state.finished]
+            return self._outputs.make_outputs()
         except BaseException as error:
             self._abandon(error)
             raise
@@ -188,10 +179,10 @@ class Engine:
         if self._in_flight:
             result = self._collect()
             if result is not None:
-                self._apply_tokens(result)
+                self._outputs.apply_tokens(result, self.scheduler.update(result))
                 self._submit_steps()
-        elif self._requests and not self._updated:
-            raise EngineError(f"internal error: {len(self._requests)} unfinished requests, none schedulable")
+        elif self._outputs.states and not self._outputs.has_updates:
+            raise EngineError(f"internal error: {len(self._outputs.states)} unfinished requests, none schedulable")
         self.stats.driver_seconds += time.thread_time() - started
 
     def _submit_steps(self) -> None:
@@ -207,10 +198,7 @@ class Engine:
                 continue
             self._in_flight.append((plan.num_tokens, time.perf_counter()))
             if plan.new:
-                now = time.monotonic()
-                for new in plan.new:
-                    state = self._request_of[new.req_id]
-                    state.scheduled = state.scheduled or now
+                self._outputs.mark_scheduled(new.req_id for new in plan.new)
 
     def _collect(self) -> StepResult | None:
         """The oldest plan's result; None if the group was restarted instead."""
@@ -228,69 +216,22 @@ class Engine:
         self._last_result = now
         return result
 
-    def _apply_tokens(self, result: StepResult) -> None:
-        """Append new tokens, and remove at once what they finish, so that the next plan leaves it out."""
-        now = time.monotonic()
-        updates = self.scheduler.update(result)
-        for part in result.prompt_logprobs:
-            if (state := self._request_of.get(part.req_id)) is not None:
-                self._output_processor.append_prompt_logprobs(state, part)
-        for sequence, token in updates:
-            state = self._request_of[sequence.seq_id]
-            self._updated[state.req_id] = state
-            self._output_processor.apply_token(sequence, token)
-            if token.error:
-                self.stats.broken += token.broken
-            else:
-                self.stats.generated_tokens += 1
-                state.first_token = state.first_token or now
-            if sequence.finish_reason is not None:
-                self._release(sequence)
-
-    def _release(self, sequence: SequenceState) -> None:
-        """Remove a finished sequence from the scheduler: its blocks are free, its in-flight tokens are ignored."""
-        if self._request_of.pop(sequence.seq_id, None) is not None:
-            self.scheduler.finish(sequence)
-
-    def _finish(self, state: RequestState, reason: str, error: str = "") -> None:
-        """Finish every unfinished sequence of a request."""
-        for sequence in state.sequences:
-            if sequence.finish_reason is None:
-                sequence.finish(reason, error)
-                self._release(sequence)
-        self._updated[state.req_id] = state
-
-    def _report(self, state: RequestState) -> RequestOutput:
-        """The output of a request; releases the sequences that it finishes."""
-        output = self._output_processor.make_output(state)
-        for sequence in state.sequences:
-            if sequence.finish_reason is not None and not sequence.is_complete:
-                self._release(sequence)
-                sequence.is_complete = True
-                self.stats.finished[sequence.finish_reason] += 1
-        if output.finished:
-            del self._requests[state.req_id]
-        return output
-
     # ---- failure and end
 
     def _recover(self, error: RankError) -> None:
         """Restart the failed group and queue every sequence again. Raises the error that ends the engine instead."""
         self._in_flight.clear()
-        num_kv_blocks = self._restart_policy.restart(error, len(self._requests))
+        num_kv_blocks = self._restart_policy.restart(error, len(self._outputs.states))
         self.stats.restarts += 1
         for sequence, refusal in self.scheduler.reset(BlockPool(num_kv_blocks, self.scheduler.pool.block_size)):
-            state = self._request_of[sequence.seq_id]
-            sequence.finish("error", f"the worker group came back from a failure with a smaller KV cache: {refusal}")
-            self._release(sequence)
-            self._updated[state.req_id] = state
+            why = f"the worker group came back from a failure with a smaller KV cache: {refusal}"
+            self._outputs.finish_sequence(sequence, "error", why)
 
     def _fail(self, error: LockstepError) -> None:
         """End the engine and every request with ``error``."""
         self.failure = error
         self._in_flight.clear()
-        for state in list(self._requests.values()):
-            self._finish(state, "error", str(error))
+        self._outputs.finish_all("error", str(error))
 
     def _abandon(self, error: BaseException) -> None:
         """End the engine after Ctrl-C or an internal error within a step: results of in-flight steps are not read."""
@@ -303,7 +244,7 @@ class Engine:
 
     def close(self) -> None:
         """Abort all requests, close the executor and the tokenizer. May be called twice."""
-        for req_id in list(self._requests):
+        for req_id in list(self._outputs.states):
             self.abort(req_id)
         self._in_flight.clear()
         self.failure = self.failure or EngineClosedError("this engine was closed; make a new one")

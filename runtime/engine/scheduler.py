@@ -163,7 +163,7 @@ class Scheduler:
                     self.pool.evict(sequence.block_hashes)
                 else:
                     sequence.output_token_ids.append(token.token_id)
-                    self._cache_blocks(sequence)
+                    _cache_blocks(self.pool, sequence)
                 updated.append((sequence, token))
         return updated
 
@@ -220,7 +220,7 @@ class Scheduler:
         """The cached blocks a sequence would be admitted with, perhaps none; None if it cannot be admitted now."""
         if sequence.num_in_flight_tokens or len(self._running) >= self._max_num_seqs:
             return None  # A preempted sequence with a token in flight: that token's id is not known for NewRequest.
-        pool, hits = self.pool, self._lookup(sequence)
+        pool, hits = self.pool, _lookup(self.pool, sequence)
         # Referenced hits cost nothing; hits without a reference are free blocks that this sequence takes.
         needed = pool.blocks_for(sequence.num_tokens) - len(hits) + pool.count_free(hits)
         return hits if needed + len(self._running) <= pool.num_free else None
@@ -256,7 +256,7 @@ class Scheduler:
         new_blocks = self.pool.allocate(missing) if missing else []
         sequence.block_ids.extend(new_blocks)
         sequence.num_computed += num_tokens
-        self._cache_blocks(sequence)
+        _cache_blocks(self.pool, sequence)
         if sequence.num_computed == known:
             sequence.num_in_flight_tokens += 1
             builder.sampled.append(sequence)
@@ -295,28 +295,30 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_cached_blocks = 0
 
-    def _lookup(self, sequence: SequenceState) -> list[int]:
-        """Cached blocks of a sequence's prefix, never for all of its tokens."""
-        if not _uses_prefix_cache(sequence):
-            return []
-        # The last token is always computed, since the next one is sampled from what that gives.
-        count = (sequence.num_known - 1) // self.pool.block_size
-        extend_hashes(sequence, count, self.pool.block_size)
-        return self.pool.lookup(sequence.block_hashes[:count])
-
-    def _cache_blocks(self, sequence: SequenceState) -> None:
-        """Cache the blocks that are full of known tokens once all plans made so far have run."""
-        if sequence.cache_salt is None:
-            return
-        count = min(sequence.num_computed, sequence.num_known) // self.pool.block_size
-        if count > sequence.num_cached_blocks:
-            extend_hashes(sequence, count, self.pool.block_size)
-            for index in range(sequence.num_cached_blocks, count):
-                self.pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
-            sequence.num_cached_blocks = count
-
 
 def _uses_prefix_cache(sequence: SequenceState) -> bool:
     """Whether a sequence may reuse blocks that another one computed."""
     # Prompt logprobs require that every prompt token is computed.
     return sequence.cache_salt is not None and sequence.sampling.prompt_logprobs is None
+
+
+def _lookup(pool: BlockPool, sequence: SequenceState) -> list[int]:
+    """Cached blocks of a sequence's prefix, never for all of its tokens."""
+    if not _uses_prefix_cache(sequence):
+        return []
+    # The last token is always computed, since the next one is sampled from what that gives.
+    count = (sequence.num_known - 1) // pool.block_size
+    extend_hashes(sequence, count, pool.block_size)
+    return pool.lookup(sequence.block_hashes[:count])
+
+
+def _cache_blocks(pool: BlockPool, sequence: SequenceState) -> None:
+    """Cache the blocks that are full of known tokens once all plans made so far have run."""
+    if sequence.cache_salt is None:
+        return
+    count = min(sequence.num_computed, sequence.num_known) // pool.block_size
+    if count > sequence.num_cached_blocks:
+        extend_hashes(sequence, count, pool.block_size)
+        for index in range(sequence.num_cached_blocks, count):
+            pool.cache(sequence.block_ids[index], sequence.block_hashes[index])
+        sequence.num_cached_blocks = count

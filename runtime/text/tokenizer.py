@@ -249,7 +249,7 @@ def _byte_letters() -> dict[str, int]:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of tokens: the pieces joined are what decoding prompt and output at once would add.
+    """Text of a growing list of tokens: the chunks joined are what decoding prompt and output at once would add.
 
     Only a window of the last tokens is decoded each time, so a token costs the same however many came before. What
     may still change is held back: a cut character, and a run of single-byte tokens, which the decoder turns into
@@ -273,12 +273,12 @@ class IncrementalDetokenizer:
         self._window.extend(token_id for token_id in token_ids if self._tokenizer.has_text(token_id))
         if not self._window or self._tokenizer.is_byte(self._window[-1]):
             return ""
-        piece = self._give(self._settled(self._tokenizer.decode(self._window)))
+        chunk = self._give(self._settled(self._tokenizer.decode(self._window)))
         if len(self._window) >= 2 * CONTEXT_TOKENS:
             # Safe even if the last character is cut: the tokens that stay hold all of it.
             self._window = self._window[-CONTEXT_TOKENS:]
             self._given = len(self._settled(self._tokenizer.decode(self._window)))
-        return piece
+        return chunk
 
     def finish(self) -> str:
         """The rest as it is, since nothing follows that could complete it."""
@@ -289,14 +289,14 @@ class IncrementalDetokenizer:
         return text if self._tokenizer.byte_fallback else text.removesuffix(REPLACEMENT)
 
     def _give(self, text: str) -> str:
-        piece = text[self._given :]
+        chunk = text[self._given :]
         self._given = max(self._given, len(text))
-        if piece and self._doubtful:
+        if chunk and self._doubtful:
             # Marks that are still there now that something follows are the prompt's own, not the output's.
-            own = len(piece) - len(piece.lstrip(REPLACEMENT))
-            piece = piece[min(own, self._doubtful) :]
+            own = len(chunk) - len(chunk.lstrip(REPLACEMENT))
+            chunk = chunk[min(own, self._doubtful) :]
             self._doubtful = 0
-        return piece
+        return chunk
 
 
 def _end_of_prompt(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> list[int]:

@@ -248,8 +248,8 @@ def test_n_samples_of_one_prompt() -> None:
     assert last.token_ids == alone.token_ids
     assert [output.finished for output in produced] == [False] * 5 + [True]
     for sample in range(3):
-        pieces = [t for output in produced for t in output.outputs[sample].new_token_ids]
-        assert pieces == last.outputs[sample].token_ids
+        chunks = [t for output in produced for t in output.outputs[sample].new_token_ids]
+        assert chunks == last.outputs[sample].token_ids
 
 
 def test_samples_end_one_by_one() -> None:

@@ -212,8 +212,8 @@ def check_outputs(
         expected = expected_output(prompt, SamplingParams(**how), VOCAB, how["max_tokens"])
         assert last.token_ids == expected
         for sample in range(how["n"]):
-            pieces = [t for output in outputs[req_id] for t in output.outputs[sample].new_token_ids]
-            assert pieces == last.outputs[sample].token_ids and len(pieces) == how["max_tokens"]
+            chunks = [t for output in outputs[req_id] for t in output.outputs[sample].new_token_ids]
+            assert chunks == last.outputs[sample].token_ids and len(chunks) == how["max_tokens"]
     assert bench.engine.failure is None
 
 
@@ -381,7 +381,7 @@ def test_sleep_ends_with_the_wakeup_and_notices_a_death() -> None:
         os.close(wakeup)
 
 
-# ---- what no restart mends
+# ---- what no restart fixes
 
 
 def test_an_answer_to_another_step_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

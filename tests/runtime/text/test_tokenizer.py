@@ -57,7 +57,7 @@ CONFIG = {
 
 
 def byte_level() -> Backend:
-    """As GPT-2, Llama 3 and Qwen have it: tokens are pieces of UTF-8."""
+    """As GPT-2, Llama 3 and Qwen have it: tokens are chunks of UTF-8."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -334,8 +334,8 @@ def test_streamed_text_is_the_whole_text(loaded: Tokenizer) -> None:
     for text in TEXTS:
         ids = loaded.encode(text)
         for border in range(len(ids) + 1):
-            pieces = streamed(loaded, ids[:border], ids[border:])
-            assert "".join(pieces) == whole_text(loaded, ids[:border], ids[border:])
+            chunks = streamed(loaded, ids[:border], ids[border:])
+            assert "".join(chunks) == whole_text(loaded, ids[:border], ids[border:])
 
 
 def test_streamed_garbage_is_the_whole_text(loaded: Tokenizer) -> None:
@@ -351,17 +351,17 @@ def test_streamed_garbage_is_the_whole_text(loaded: Tokenizer) -> None:
 
 def test_characters_come_out_whole(loaded: Tokenizer) -> None:
     text = "日🙂é한"
-    pieces = streamed(loaded, loaded.encode("x"), loaded.encode(text, add_special_tokens=False))
-    assert "".join(pieces).strip() == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    chunks = streamed(loaded, loaded.encode("x"), loaded.encode(text, add_special_tokens=False))
+    assert "".join(chunks).strip() == text
+    assert not any("\ufffd" in chunk for chunk in chunks)
 
 
 def test_text_does_not_wait_longer_than_it_has_to() -> None:
     tokenizer = Tokenizer.from_folder(folder_of("byte-level"))
     detokenizer = IncrementalDetokenizer(tokenizer, tokenizer.encode("x"))
     for text in ("Hello", ",", " wor", "ld", "é", "🙂"):
-        pieces = [detokenizer.append([token_id]) for token_id in tokenizer.encode(text, add_special_tokens=False)]
-        assert "".join(pieces) == text
+        chunks = [detokenizer.append([token_id]) for token_id in tokenizer.encode(text, add_special_tokens=False)]
+        assert "".join(chunks) == text
 
 
 def test_the_first_space_is_kept_after_a_prompt_and_not_without() -> None:
@@ -413,9 +413,9 @@ def stream(tokenizer: Tokenizer, text: str, stop: tuple[str, ...], may_stop_from
 def test_stops_before_the_first_stop_string(stop: tuple[str, ...], expected: str | None) -> None:
     tokenizer = Tokenizer.from_folder(folder_of("byte-level"))
     text = "Hello, world! café 🙂"
-    pieces, stopped = stream(tokenizer, text, stop)
+    chunks, stopped = stream(tokenizer, text, stop)
     assert stopped == (expected is not None)
-    assert "".join(pieces) == (text if expected is None else expected)
+    assert "".join(chunks) == (text if expected is None else expected)
 
 
 def test_nothing_of_a_stop_string_is_given_out_early() -> None:
@@ -424,12 +424,12 @@ def test_nothing_of_a_stop_string_is_given_out_early() -> None:
     for _ in range(300):
         text = "".join(generator.choice("ab") for _ in range(40))
         stop = tuple("".join(generator.choice("ab") for _ in range(generator.randrange(3, 9))) for _ in range(2))
-        pieces, stopped = stream(tokenizer, text, stop)
+        chunks, stopped = stream(tokenizer, text, stop)
         ends = [text.find(s) for s in stop if s in text]
         if not stopped:
-            assert not ends and "".join(pieces) == text
+            assert not ends and "".join(chunks) == text
         else:
-            given = "".join(pieces)
+            given = "".join(chunks)
             assert text.startswith(given) and any(text.startswith(s, len(given)) for s in stop)
 
 
@@ -439,5 +439,5 @@ def test_stop_strings_before_min_tokens_are_text() -> None:
     per_token = [tokenizer.decode([i]) for i in tokenizer.encode(text, add_special_tokens=False)]
     second = len("".join(per_token).split("Q")[0]) + 1
     assert stream(tokenizer, text, ("Q",), may_stop_from=second)[0] != stream(tokenizer, text, ("Q",))[0]
-    pieces, stopped = stream(tokenizer, text, ("Q",), may_stop_from=second)
-    assert stopped and "".join(pieces) == "zzQzz"
+    chunks, stopped = stream(tokenizer, text, ("Q",), may_stop_from=second)
+    assert stopped and "".join(chunks) == "zzQzz"

@@ -1,9 +1,9 @@
-"""Whether the grammar of a request's structured output can be followed at all; asked before the request is queued.
+"""Checks that the grammar of a request's structured output compiles, before the request is queued.
 
 A small grammar can keep llguidance busy for hours, fill the memory, or end the process by a stack overflow:
 intersecting several patterns is what takes so long, and no limit of the library covers it. A grammar that has such
-parts, or is large, is therefore tried in a subprocess first, whose time and memory are limited. Grammars that passed
-are remembered, so a schema that is sent with every request costs that once.
+parts, or is large, is therefore compiled in a subprocess first, whose time and memory are limited. A grammar that
+passed is cached, so a schema that is sent with every request costs that once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.common.sampling_params import StructuredOutputs
 
 MAX_BUILD_SECONDS = 1.0
 
-"""CPU time that making a grammar ready may take. Rank 0 does it within a step, and everybody waits."""
+"""CPU time that making a grammar ready may take. Rank 0 compiles it within a step, which delays every request."""
 
 
 TRIAL_SECONDS = 2

@@ -101,7 +101,7 @@ class Bench:
         self.check_empty()
 
     def check_empty(self) -> None:
-        """Nobody waits or runs, and every block is free."""
+        """No sequence waits or runs, and every block is free."""
         assert self.scheduler.pool.num_used == self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
 

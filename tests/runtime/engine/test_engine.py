@@ -198,7 +198,7 @@ def test_derived_seeds_are_in_range_and_differ() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_samples_share_the_blocks_of_their_prompt(caching: bool) -> None:
-    """Also without prefix caching, where nobody else does."""
+    """Also without prefix caching, where no other request does."""
     bench = Bench(enable_prefix_caching=caching, num_blocks=24)
     prompt = list(range(40))
     several, alone = bench.add(prompt, max_tokens=2, n=4, ignore_eos=True), bench.add(prompt, max_tokens=2)

@@ -112,7 +112,7 @@ def test_an_abort_while_plans_are_under_way(tokenizer: Tokenizer) -> None:
     assert last is not None and last.text == "H"
     outputs = bench.run()
     assert outputs.keys() == {stays} and outputs[stays][-1].text == "World"
-    assert last.text == "H" and last.token_ids == text_ids("H"), "what came later belongs to nobody"
+    assert last.text == "H" and last.token_ids == text_ids("H"), "later tokens are ignored"
 
 
 def test_outputs_share_the_transcript_and_merge(tokenizer: Tokenizer) -> None:

@@ -374,7 +374,7 @@ def test_a_preempted_request_starts_again_only_when_its_tokens_are_back() -> Non
             bench.collect()
     assert second.num_in_flight_tokens == 1
     bench.scheduler.finish(first)  # Now there is room.
-    assert bench.submit() is None, "its last token is unknown here, so nobody could be told where to go on"
+    assert bench.submit() is None, "its last token is unknown here, so NewRequest cannot have it"
     while bench.executor.num_outstanding:
         bench.collect()
     bench.run()

@@ -115,13 +115,13 @@ class Run:
         before_it = best is not None and any(r.order < best.order for r in started)
         assert best is None or best.seq_id in now or best in still or (before_it and best not in decodes)
         if ending or still:
-            # Somebody's blocks are as good as free: nobody is thrown out, and who has no room stands still.
+            # Blocks are about to be freed: no sequence is preempted, and a decode without a block stalls.
             assert not (ending and lost)
             assert any(r.num_uncomputed == 0 for r in before)
             assert all(self.bench.scheduler.pool.blocks_for(r.num_tokens) > len(r.block_ids) for r in still)
             assert not (still and self.bench.scheduler.pool.num_free)
         kept = [r.order for r in before if r not in lost]
-        assert all(victim.order > other for victim in lost for other in kept), "somebody else had to go"
+        assert all(victim.order > other for victim in lost for other in kept), "another sequence had to be preempted"
         assert not (lost and started), "blocks were taken from one for another that starts"
         self._check_starts(started, blocked)
         running = [r for r in self.bench.unfinished if r.status is SequenceStatus.RUNNING]
@@ -130,7 +130,7 @@ class Run:
         return plan is not None
 
     def _check_starts(self, started: list[SequenceState], blocked: set[SequenceState]) -> None:
-        """Nobody starts before one that waits and is before it, unless that one waited for its parent."""
+        """No sequence is admitted before an earlier waiting one, unless that one waited for its parent."""
         for waiting in self.bench.unfinished:
             # Its parent may have got there in this plan: in time only if it was looked at first.
             parent = waiting.parent
@@ -188,7 +188,7 @@ class Run:
             expected = expected_output(request.prompt_token_ids, request.sampling, VOCAB, len(request.output_token_ids))
             assert request.output_token_ids == expected, f"request {request.seq_id}"
             assert request.seq_id in self.cut or len(expected) == request.sampling.max_tokens
-        assert not self.bench.unfinished, "somebody starved"
+        assert not self.bench.unfinished, "a sequence starved"
         self.bench.check_empty()
 
 
@@ -222,7 +222,7 @@ def test_the_oldest_is_through_in_a_bounded_number_of_steps() -> None:
         oldest, longest = first.seq_id, max(longest, steps)
         # It gets what the others' decodes leave of each step, and a token in each afterwards.
         chunk = kind.max_num_batched_tokens - (kind.max_num_seqs - 1)
-        assert steps <= -(-len(first.prompt_token_ids) // chunk) + first.sampling.max_tokens, "the oldest stands still"
+        assert steps <= -(-len(first.prompt_token_ids) // chunk) + first.sampling.max_tokens, "the oldest stalls"
     assert longest > 10 and bench.scheduler.num_preemptions >= 20
     while bench.step() is not None:
         pass

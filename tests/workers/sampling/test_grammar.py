@@ -75,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_sampler(folder: Path, group: TensorParallelGroup | None = None) -> SamplerHarness:
     group = group or single_rank_group(CPU)
-    shard = split(VOCAB_SIZE, group.size, 1)[group.rank]
+    shard = split(VOCAB_SIZE, group.size, align=1)[group.rank]
     sampler = Sampler(group, shard, VOCAB_SIZE, CPU, eos_token_ids=(EOS, 999), checkpoint=str(folder))
     return SamplerHarness(sampler, group.rank)
 
@@ -99,7 +99,7 @@ def run_to_the_end(sampler: SamplerHarness, group: TensorParallelGroup, requests
     for new in requests:
         sampler.add(new)
     live = list(outputs)
-    shard = split(VOCAB_SIZE, group.size, 1)[group.rank]
+    shard = split(VOCAB_SIZE, group.size, align=1)[group.rank]
     for step in range(400):
         if not live:
             break

@@ -344,7 +344,7 @@ def _sharded(group: TensorParallelGroup, vocab_size: int, steps: int, broken: li
     """
     calls: list[str] = []
     _record_calls(group, calls)
-    shard = split(vocab_size, group.size, 7)[group.rank]
+    shard = split(vocab_size, group.size, align=7)[group.rank]
     sampler = SamplerHarness(Sampler(group, shard, vocab_size, CPU, eos_token_ids=(EOS,)), group.rank)
     for req_id, params in enumerate(MIXED):
         sampler.add(request(req_id, **params))

@@ -11,8 +11,8 @@ from tools.check_house import check_sizes, check_words
     "line",
     [
         "# Nobody waits for it",
-        "class ModelHarness:",
-        "def load_subgraph(piece):",
+        "class Replica:",
+        "def load_piece(piece):",
         "self._lose(rank)",
         "linear(x, weight, wide=True)",
         "from launch.rank_process import Orders",

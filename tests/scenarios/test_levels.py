@@ -42,17 +42,17 @@ def tokens(folder: Path, tp: int, cache: str, **settings) -> tuple[list[list[int
         return [output.token_ids for output in llm.generate(prompts(*LENGTHS), GREEDY)], llm.startup
 
 
-@pytest.mark.parametrize("kind", ["llama3", "mistral", "qwen3-bias"])
+@pytest.mark.parametrize("kind", ["qwen3-bias"])
 def test_levels_agree_for_every_family(kind: str, cache: str):
-    folder = tiny_checkpoint(kind)
+    folder = tiny_checkpoint(kind, num_hidden_layers=2)
     expected = transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
     for level in (1, 2):
         assert tokens(folder, 1, cache, optimization_level=level)[0] == expected, f"-O{level}"
 
 
-@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("tp", [2])
 def test_levels_agree_over_ranks(tp: int, cache: str):
-    folder = tiny_checkpoint("llama")
+    folder = tiny_checkpoint("llama", num_hidden_layers=2)
     expected = transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
     first, cold = tokens(folder, tp, cache, optimization_level=1)
     second, warm = tokens(folder, tp, cache, optimization_level=2)
@@ -61,9 +61,9 @@ def test_levels_agree_over_ranks(tp: int, cache: str):
     assert warm.compiled_subgraphs == 0 and warm.cache_hits == tp * warm.distinct_subgraphs
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
 def test_graph_modes_agree(mode: str, cache: str):
-    folder = tiny_checkpoint("llama")
+    folder = tiny_checkpoint("llama", num_hidden_layers=2)
     expected = transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
     assert tokens(folder, 2, cache, cudagraph_mode=mode, max_num_batched_tokens=16)[0] == expected
 
@@ -83,7 +83,7 @@ def test_row_23_one_rank_that_cannot_makes_all_fall_back(
     kind: str, cache: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("LOCKSTEP_FAULT", f"rank=1,kind={kind}")
-    folder = tiny_checkpoint("llama")
+    folder = tiny_checkpoint("llama", num_hidden_layers=2)
     assert tokens(folder, 2, cache)[0] == transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
     assert "all ranks fall back together because of rank(s) 1" in capfd.readouterr().err
 
@@ -92,7 +92,7 @@ def test_a_machine_without_a_compiler_falls_back_and_says_what_to_install(
     cache: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
-    folder = tiny_checkpoint("llama")
+    folder = tiny_checkpoint("llama", num_hidden_layers=2)
     found, report = tokens(folder, 1, str(tmp_path / "cache"))
     assert found == transformers_greedy(folder, LENGTHS, GREEDY.max_tokens)
     assert report.distinct_subgraphs == 0

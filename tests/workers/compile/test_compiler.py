@@ -352,19 +352,3 @@ def test_ranks_of_one_shape_share_the_work(tmp_path: Path) -> None:
         assert [report["subgraphs"] for report in reports] == [LAYERS + 1] * 2
         assert all(result["tokens"] == expected for result in results)
     assert all(report["plan_from_cache"] for report in reports)
-
-
-@pytest.mark.timeout(300)
-def test_four_engines_may_start_at_once(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("llama", num_hidden_layers=1)
-    code = (
-        "import json, sys; from pathlib import Path\n"
-        "from tests.workers.compile.harness import CompiledModelHarness\n"
-        "model = CompiledModelHarness(Path(sys.argv[1]), sys.argv[2])\n"
-        "print(json.dumps([model.compile_report.compiled_subgraphs, model.greedy([5, 6, 7], 4)]))"
-    )
-    command = [sys.executable, "-c", code, str(folder), str(tmp_path)]
-    started = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    outputs = [json.loads(process.communicate(timeout=280)[0]) for process in started]
-    assert sum(compiled for compiled, _ in outputs) == 2
-    assert {tuple(tokens) for _, tokens in outputs} == {tuple(greedy_reference(folder, [5, 6, 7], 4))}

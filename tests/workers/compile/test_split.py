@@ -66,6 +66,14 @@ def test_subgraphs_and_ops_alternate_and_consecutive_ops_share_a_stage(segments:
             assert not set(ops_of(segment)) & set(SPLITTING_OPS)
 
 
+def test_attention_depends_on_the_kv_update(segments: list[Segment]) -> None:
+    """Without that input nothing in the graph keeps the update before the attention that reads its keys."""
+    for segment in segments:
+        if segment.kind == "op":
+            update, attend = segment.nodes
+            assert update in attend.all_input_nodes
+
+
 def test_the_order_of_the_graph_is_kept(traced: TracedModel, segments: list[Segment]) -> None:
     order = {node: place for place, node in enumerate(traced.graph.nodes)}
     places = [order[node] for segment in segments for node in segment.nodes]

@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.lockstep-setup
 C_SOURCES := $(wildcard workers/kernels/csrc/*.[ch] parallel/include/*.h parallel/collectives/*.c)
-SOURCES := lockstep.py launch runtime workers parallel benchmarks tests tools
+SOURCES := lockstep.py launch runtime workers parallel benchmarks tests tools examples
 
 .PHONY: help setup demo test check format clean
 .DEFAULT_GOAL := help

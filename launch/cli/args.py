@@ -92,7 +92,7 @@ def add_model(parser: Parser) -> None:
         metavar="MODEL",
         nargs="?",
         default=argparse.SUPPRESS,
-        help="folder with a Hugging Face checkpoint, or 'demo': a small chat model, fetched once",
+        help="checkpoint folder, ORG/NAME[@REVISION] on the Hugging Face hub, or 'demo': a small chat model",
     )
     parser.add_argument(
         "--config",

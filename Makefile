@@ -50,6 +50,7 @@ check: setup
 	"$(BIN)/ruff" check $(SOURCES)
 	"$(BIN)/pyright"
 	"$(BIN)/lint-imports"
+	"$(BIN)/python" tools/check_house.py
 
 format: setup
 	"$(BIN)/ruff" format $(SOURCES)

@@ -1,4 +1,4 @@
-"""Random models where no checkpoint can be had: a small one as a folder, a large one straight on the device."""
+"""Random models that need no checkpoint: a small one as a folder, a large one directly on the device."""
 
 from __future__ import annotations
 

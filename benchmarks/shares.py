@@ -1,14 +1,14 @@
-"""Where the time of a run went, by the engine's own counts. The names are those of ``EngineSnapshot``."""
+"""Shares of a run's time, from the engine's counters. The names are those of ``EngineSnapshot``."""
 
 from __future__ import annotations
 
 
 def shares(model_seconds: float | None, step_seconds: float | None, wall_seconds: float) -> dict[str, float | None]:
-    """Shares of a run; None where nobody counted.
+    """Shares of a run; None where nothing was counted.
 
     Args:
         model_seconds: rank 0's own time: preparing, forward pass, sampling.
-        step_seconds: time in which at least one step was under way.
+        step_seconds: time with at least one step in flight.
         wall_seconds: of the whole run.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Every command that the README shows is run, as it stands there, so that none of them can go stale."""
+"""Every command that the README shows is run, as it stands there, and every file that the map names exists."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
 
@@ -55,6 +56,12 @@ def test_server_and_its_clients(command: str):
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example: str):
     assert run([sys.executable, "-c", example]).strip()
+
+
+def test_the_map_names_files_that_exist():
+    named = re.findall(r"`((?:launch|runtime|workers|parallel|benchmarks|tests|tools)/[\w./]*)`", ARCHITECTURE)
+    assert len(named) > 80
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_the_two_commands_are_targets():

@@ -60,7 +60,7 @@ WORDS = {
     r"torchrun_agent|rank_actor|rank_process|ray_cluster": "torchrun_wrapper, ray_actor, rank_main, ray_launcher",
     r"PatientProtocol|RequestMeter|RequestLog|_?Traffic|_?Exchange|_?Gate": "see ARCHITECTURE.md: the server's names",
     r"wide(?==|: bool)": "out_dtype=torch.float32",
-    r"Follower|Grammars": "grammar matcher, grammar compiler",
+    r"Follower|Grammars(?=\()": "grammar matcher, grammar compiler",
     r"CheckedRequest|RequestLimits": "GenerateRequest, InputProcessor",
     r"num_offered|num_pending": "num_cached_blocks, num_in_flight_tokens",
     r"OpCall": "one name for one thing",

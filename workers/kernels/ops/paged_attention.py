@@ -63,10 +63,10 @@ class Tile:
 
 
 def prefill_tile(dtype: torch.dtype, head_dim: int, group: int, *, data_center: bool) -> Tile:
-    """The cut for ``group`` query heads to a KV head: the largest that the compiler keeps in registers.
+    """The tile for ``group`` query heads to a KV head: the largest that the compiler keeps in registers.
 
-    fp32 products run without matrix units and need registers for their operands. Five stages where others have two
-    sounds like much: the block of a key has to be known before the key can be loaded, so two of them are one load.
+    fp32 products run without matrix units and need registers for their operands. There are five pipeline stages, not
+    two, because a key's block id has to be loaded before the key itself: two stages make one load.
     """
     least = next_power_of_2(group)
     if dtype == torch.float32:
@@ -81,7 +81,7 @@ def prefill_tile(dtype: torch.dtype, head_dim: int, group: int, *, data_center: 
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
-    """The cut for ``group`` query heads to a KV head; 16 rows are the least a matrix unit takes.
+    """The tile for ``group`` query heads to a KV head; 16 rows are the least a matrix unit takes.
 
     In fp32 more than 16 query heads to a KV head do not fit the registers: right, but slow.
     """

@@ -32,9 +32,9 @@ from tests.checkpoints import tiny_checkpoint
 ROOT = Path(__file__).parents[4]
 
 
-def output(generated: SequenceOutput, piece: str, finish_reason: str | None, error: str = "") -> RequestOutput:
+def output(generated: SequenceOutput, text: str, finish_reason: str | None, error: str = "") -> RequestOutput:
     old = len(generated.texts)
-    generated.add_text(piece)
+    generated.add_text(text)
     sample = CompletionOutput(0, generated, 0, len(generated.texts), finish_reason, error, old_texts=old)
     return RequestOutput(0, (1,), (sample,), finish_reason is not None, RequestTimes(0.0))
 

@@ -63,6 +63,11 @@ def wait(work, number):
     release.wait()
 
 def check():
+    assert pool.lockstep_pool_threads(3) == 3
+    for _ in range(50):  # the new threads look for tasks, and would take open ones
+        while any(open(f"/proc/self/task/{t}/stat").read().rpartition(")")[2].split()[0] != "S"
+                  for t in os.listdir("/proc/self/task") if int(t) != threading.get_native_id()):
+            os.sched_yield()
     check_pool()
     assert not stale, f"{len(stale)} tasks of the parent's loop ran in the child: {stale}"
 

@@ -201,6 +201,10 @@ class BatchBuffers:
             if scheduled.new_block_ids:
                 self.requests[scheduled.req_id].append_blocks(scheduled.new_block_ids)
 
+    def tokens(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's inputs at a padded size: input_ids and positions, int64 [size] each."""
+        return self.input_ids.tensor[:size], self.positions.tensor[:size]
+
     def fill(self, plan: StepPlan, padded_tokens: int, padded_reqs: int = 0) -> Batch:
         """Write one step into the buffers and advance ``num_computed`` of every scheduled request.
 

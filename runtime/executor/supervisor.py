@@ -9,16 +9,17 @@ here.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import deque
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 from runtime.common.config import EngineConfig
 from runtime.common.errors import EngineClosedError, EngineError, LockstepError
 from runtime.common.model_config import ModelConfig
 from runtime.common.protocol import StepPlan, StepResult, pack_plan, unpack_tokens
-from runtime.executor.batch_scheduling import SchedBatchContext
 from runtime.executor.interface import MAX_OUTSTANDING
 from runtime.executor.launcher import Launcher
 from runtime.executor.run_dir import cleanup_run_dir, make_run_dir
@@ -30,6 +31,43 @@ log = logging.getLogger("lockstep")
 LONG_FRAME_BYTES = 32 * 1024
 """Before a longer plan is sent, all answers in flight are read, because a rank that is blocked in sending a long answer
 receives nothing. Two frames of this size fit in the buffer of any socket."""
+
+_PRIORITY = os.sched_param(0)  # The only priority of SCHED_BATCH and SCHED_OTHER; nice values are kept.
+
+
+class SchedBatchContext:
+    """Runs the calling thread under SCHED_BATCH within a ``with`` block, and under SCHED_OTHER again afterwards.
+
+    The driver waits for the ranks in such a block, so that its wake-ups preempt no rank. With as many busy ranks as
+    cores, the answer of the first rank wakes the driver, and the kernel lets a thread that wakes up preempt the one
+    that runs: a rank then stalls in the middle of its next step, which was queued a step ahead. A thread under
+    SCHED_BATCH is scheduled without that advantage (sched(7): the policy "applies a small scheduling penalty with
+    respect to wakeup behavior").
+
+    Threads with another policy than SCHED_OTHER keep it. If the kernel refuses, the policy stays unchanged, and later
+    blocks do not try again. Used by one thread at a time; processes started outside the block do not inherit it.
+    """
+
+    def __init__(self) -> None:
+        self._allowed = True
+        self._changed = False
+
+    def __enter__(self) -> None:
+        if self._allowed and os.sched_getscheduler(0) == os.SCHED_OTHER:
+            try:
+                os.sched_setscheduler(0, os.SCHED_BATCH, _PRIORITY)
+            except OSError as error:  # E.g. in a sandbox.
+                self._allowed = False
+                log.debug("the driver waits without SCHED_BATCH: %s", error)
+            else:
+                self._changed = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._changed:
+            self._changed = False
+            os.sched_setscheduler(0, os.SCHED_OTHER, _PRIORITY)
 
 
 class Supervisor:

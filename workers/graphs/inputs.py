@@ -20,14 +20,15 @@ MakeContext = Callable[[AttentionMetadata], ForwardContext]
 
 
 class StaticInputs:
-    """Views of the batch buffers at a padded size, and dummy batches. A dummy batch writes no KV: its slots are -1."""
+    """The batch buffers, and dummy batches in them. A dummy batch writes no KV: its slots are -1.
+
+    Attributes:
+        tokens: input_ids and positions at a padded size, see :meth:`workers.batch.BatchBuffers.tokens`.
+    """
 
     def __init__(self, buffers: BatchBuffers) -> None:
         self._buffers = buffers
-
-    def tokens(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids and positions, int64 [size] each."""
-        return self._buffers.input_ids.tensor[:size], self._buffers.positions.tensor[:size]
+        self.tokens = buffers.tokens
 
     def dummy_prompt(self, size: int) -> AttentionMetadata:
         """Fill the buffers with one request's first ``size`` tokens, at most ``max_model_len``; other rows are padding.

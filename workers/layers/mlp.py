@@ -1,14 +1,42 @@
-"""The gated MLP of a decoder layer: gate and up in one product, activation, down."""
+"""The gated MLP of a decoder layer: gate and up in one product, activation, down.
+
+The activation is fused with the quantization of ``down_proj``'s input where its linear method has a kernel for that.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from parallel.group import TensorParallelGroup
-from parallel.linear import MergedColumnParallelLinear, RowParallelLinear
-from parallel.linear_method import QuantConfig, joint_multiple
-from workers.layers.activation import SiluAndMul, activation_for
+from parallel.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from parallel.linear_method import LinearInput, QuantConfig, joint_multiple
+from workers.kernels.ops.silu_and_mul import silu_and_mul
+
+
+class SiluAndMul(nn.Module):
+    """``silu(first half) * second half`` of the last dimension: [T, 2d] -> [T, d]."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Computed in x's dtype: a half-precision silu is rounded before the product."""
+        return silu_and_mul(x)
+
+
+@runtime_checkable
+class FusesActivation(Protocol):
+    """A linear method with kernels that compute an activation and quantize the result in one pass."""
+
+    def fused_activation(self, activation: nn.Module) -> Callable[[torch.Tensor], LinearInput] | None:
+        """The kernel for ``activation`` followed by input quantization; None if there is none."""
+
+
+def activation_for(linear: LinearBase, activation: nn.Module) -> Callable[[torch.Tensor], LinearInput]:
+    """What computes the input of ``linear``: a fused kernel of its method if there is one, else ``activation``."""
+    fused = linear.method.fused_activation(activation) if isinstance(linear.method, FusesActivation) else None
+    return activation if fused is None else fused
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""The op ``lockstep::cpu_linear``: a linear layer on a CPU, with the fastest implementation for its dtype and tokens.
+"""The CPU linear method and its op ``lockstep::cpu_linear``: the fastest implementation for dtype and token count.
 
 F.linear is slow for few tokens in any dtype, and for any number of tokens in bf16 and fp16 on CPUs without
 instructions for them, where it reaches a tenth of the fp32 rate. The op has three implementations:
@@ -21,8 +21,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from typing_extensions import override
 
 from parallel.library import register_op
+from parallel.linear_method import LinearInput, UnquantizedLinearMethod
+from parallel.parameter import ParallelModule
 from parallel.toolchain import NativeBuildError
 from workers.kernels.bindings import CSRC, DTYPE_CODES, load_kernels
 
@@ -174,3 +177,20 @@ def _cpu_linear_fake(
 
 
 register_op("cpu_linear", cpu_linear, fake=_cpu_linear_fake, dispatch_key="CPU")
+
+
+class CpuLinearMethod(UnquantizedLinearMethod):
+    """A plain weight on a CPU, multiplied by the op ``lockstep::cpu_linear`` or by F.linear, whichever is faster."""
+
+    @override
+    def apply(
+        self,
+        layer: ParallelModule,
+        x: LinearInput,
+        bias: torch.Tensor | None,
+        *,
+        out_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if isinstance(x, torch.Tensor) and uses_op(x.dtype, out_dtype or x.dtype):
+            return torch.ops.lockstep.cpu_linear(x, layer.weight, bias, out_dtype or x.dtype)
+        return super().apply(layer, x, bias, out_dtype=out_dtype)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.workers.kernels.conftest import REPOSITORY
-from workers.layers.activation import SiluAndMul
+from workers.layers.mlp import SiluAndMul
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import rotary_embedding
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from workers.layers.activation import SiluAndMul
+from workers.layers.mlp import SiluAndMul
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

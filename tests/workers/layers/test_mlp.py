@@ -14,8 +14,7 @@ from parallel.group import TensorParallelGroup, single_rank_group
 from parallel.linear_method import LinearInput, UnquantizedLinearMethod
 from parallel.parameter import ParallelModule
 from tests.dist.ranks import run_ranks
-from workers.layers.activation import SiluAndMul
-from workers.layers.mlp import MLP
+from workers.layers.mlp import MLP, SiluAndMul
 
 CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, TOKENS = 24, 101, 7

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from runtime.common.errors import ConfigError
+from workers.quantization.cpu_linear import CpuLinearMethod
 from workers.quantization.registry import get_quant_config
-from workers.quantization.unquantized import CpuLinearMethod
 
 
 def test_without_quantization_a_cpu_has_its_own_method() -> None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from runtime.executor.batch_scheduling import SchedBatchContext
+from runtime.executor.supervisor import SchedBatchContext
 
 NORMAL, BATCH, IDLE = os.SCHED_OTHER, os.SCHED_BATCH, os.SCHED_IDLE
 
@@ -35,7 +35,7 @@ def test_the_policy_lasts_for_the_block_and_the_thread():
 def test_a_thread_with_a_policy_of_its_own_keeps_it(policy: int):
     script = f"""if True:
         import os
-        from runtime.executor.batch_scheduling import SchedBatchContext
+        from runtime.executor.supervisor import SchedBatchContext
         os.sched_setscheduler(0, {policy}, os.sched_param(0))
         with SchedBatchContext():
             assert os.sched_getscheduler(0) == {policy}

@@ -15,8 +15,8 @@ from parallel.linear import ColumnParallelLinear
 from parallel.linear_method import UnquantizedLinearMethod
 from tests.parallel.sources import Recorded, random
 from workers.quantization import cpu_linear
+from workers.quantization.cpu_linear import CpuLinearMethod
 from workers.quantization.registry import get_quant_config
-from workers.quantization.unquantized import CpuLinearMethod
 
 CPU = torch.device("cpu")
 

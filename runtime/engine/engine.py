@@ -237,9 +237,9 @@ class Engine:
         """End the engine after Ctrl-C or an internal error within a step: results of in-flight steps are not read."""
         self._in_flight.clear()
         if isinstance(error, Exception):
-            why = f"the engine has a bug and cannot go on ({type(error).__name__}: {error}); make a new one"
+            why = f"internal error in the engine: {type(error).__name__}: {error}; make a new engine"
         else:
-            why = "a step was interrupted, so the engine cannot go on; make a new one"
+            why = "a step was interrupted, which ended the engine; make a new engine"
         self.failure = self.failure or EngineError(why)
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ class Engine:
         for req_id in list(self._outputs.states):
             self.abort(req_id)
         self._in_flight.clear()
-        self.failure = self.failure or EngineClosedError("this engine was closed; make a new one")
+        self.failure = self.failure or EngineClosedError("this engine was closed; make a new engine")
         self._executor.close()
         if self._tokenizer is not None:
             self._tokenizer.close()

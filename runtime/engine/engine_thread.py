@@ -97,7 +97,7 @@ class EngineThread:
         """Start the thread. Raises :class:`EngineError` if it was started or closed before."""
         with self.lock:
             if self._thread is not None or self.is_closing:
-                raise EngineError("this engine was started or closed before; make a new one")
+                raise EngineError("this engine was started or closed before; make a new engine")
             self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             # A daemon: at exit, the interpreter joins other threads before it runs the finalizer that ends this one.
             self._thread = threading.Thread(target=self._run, name="lockstep-engine", daemon=True)
@@ -177,9 +177,9 @@ class EngineThread:
             log.debug("the engine's thread ends", exc_info=True)  # It is engine.failure, logged below.
         except BaseException as error:
             # No caller above sees it: it is delivered to every reader as the engine's failure.
-            log.critical("a bug ended the engine's thread", exc_info=True)
+            log.critical("internal error: the engine's thread ends", exc_info=True)
             engine.failure = engine.failure or EngineError(
-                f"a bug ended the engine's thread ({type(error).__name__}: {error}); make a new engine"
+                f"internal error in the engine's thread: {type(error).__name__}: {error}; make a new engine"
             )
         if engine.failure is not None:
             log.error("the engine has ended: %s", engine.failure)
@@ -285,7 +285,7 @@ class EngineThread:
                 call()
             except Exception:  # E.g. the error that ended the engine, again; the other calls still have to run.
                 log.exception("while ending the engine")
-        failure = engine.failure or EngineClosedError("this engine was closed; make a new one")
+        failure = engine.failure or EngineClosedError("this engine was closed; make a new engine")
         for queue in list(self.queues.values()):
             self._remove(queue, failure)
         with self.lock:

@@ -40,7 +40,7 @@ class RestartPolicy:
             self._count(error)
             log.error("%s", error)
             number, allowed = len(self._failures), self._max_restarts
-            log.warning("restart %d of %d; %d requests will go on", number, allowed, num_requests)
+            log.warning("restart %d of %d; %d requests will continue", number, allowed, num_requests)
             try:
                 return self._executor.restart()
             except RankError as again:

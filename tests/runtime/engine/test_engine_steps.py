@@ -395,13 +395,13 @@ def test_an_answer_to_another_step_ends_the_engine(monkeypatch: pytest.MonkeyPat
     assert bench.executor.restarts == 0
 
 
-def test_a_bug_ends_the_engine_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_ends_the_engine_with_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     bench.add([1], max_tokens=5)
     monkeypatch.setattr(bench.engine.scheduler, "update", lambda _result: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         bench.engine.step()
-    with pytest.raises(EngineError, match=r"bug .*ZeroDivisionError"):
+    with pytest.raises(EngineError, match=r"internal error .*ZeroDivisionError"):
         bench.engine.step()
 
 

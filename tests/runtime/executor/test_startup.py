@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
@@ -111,8 +110,7 @@ def test_one_host_has_a_rendezvous_over_a_file_and_two_have_one_over_tcp():
     assert method == "group" and arguments["init_method"] == "tcp://here:1" and not arguments["same_host"]
 
 
-def test_one_rank_that_cannot_compile_makes_all_fall_back(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+def test_one_rank_that_cannot_compile_makes_all_fall_back(caplog: pytest.LogCaptureFixture):
     report, launcher = start({1: {"compile": FAILURE}})
     for rank in launcher.ranks:
         assert ("use_compiled", {"agreed": False}) in rank.calls
@@ -126,8 +124,7 @@ def test_one_rank_that_cannot_capture_makes_all_discard_their_graphs():
     assert calls(launcher, 0)[-2:] == calls(launcher, 1)[-2:] == ["discard_graphs", "ready"]
 
 
-def test_compile_counts_are_summed_and_warnings_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+def test_compile_counts_are_summed_and_warnings_logged_once(caplog: pytest.LogCaptureFixture):
     vote = START_UP_ANSWERS["compile"] | {"mode": "FULL", "subgraphs": 5, "warnings": ["careful"]}
     votes = [vote | {"compiled_subgraphs": 2, "distinct_subgraphs": 3}, vote | {"cache_hits": 3}]
     progress = Recorded()
@@ -137,8 +134,7 @@ def test_compile_counts_are_summed_and_warnings_logged_once(caplog: pytest.LogCa
     assert caplog.text.count("careful") == 1
 
 
-def test_warnings_of_the_switch_to_compiled_code_are_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+def test_warnings_of_the_switch_to_compiled_code_are_logged_once(caplog: pytest.LogCaptureFixture):
     start({rank: {"use_compiled": ["no graphs"]} for rank in (0, 1)})
     assert caplog.text.count("no graphs") == 1
 

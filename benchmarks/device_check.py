@@ -1,11 +1,11 @@
-"""What can only be seen on a GPU, in one run of under five minutes, without a network: right, equal, and how fast.
+"""GPU check: kernel accuracy, token equality across modes and ranks, and decode speed, in under five minutes.
 
     python -m benchmarks.device_check --device cuda --out result.json
 
-Every section runs in a process of its own, so that one which fails, hangs or breaks the CUDA context leaves the others
-alone; it is then reported as failed with its traceback, and the exit code is 1. On a GPU the sections that measure no
-time run at once. Progress goes to stderr; the result is one JSON object. ``--device cpu`` runs the same with small
-sizes: that is how the tests know that it works.
+Each section runs in its own process, so a section that fails, hangs or corrupts the CUDA context does not affect the
+others; it is reported as failed with its traceback, and the exit code is 1. On a GPU, sections without timings run
+concurrently. Progress goes to stderr; the result is one JSON object. No network is needed. ``--device cpu`` runs the
+same sections with small sizes, as the tests do; ``--dry`` lists the sections and what each needs, and runs none.
 """
 
 from __future__ import annotations
@@ -31,25 +31,39 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[1]
 
 SECTIONS = {"kernels": 120.0, "tokens": 150.0, "tensor_parallel": 120.0, "decode": 150.0, "rooflines": 60.0}
-"""The sections in order, and seconds that each may take."""
+"""Sections in execution order, with the timeout of each in seconds."""
+
+REQUIREMENTS = {
+    "kernels": "Triton; --device cpu runs its interpreter",
+    "tokens": "a C++ compiler (not with --no-compile)",
+    "tensor_parallel": "two processes on one device",
+    "decode": "half of the device's free memory; a C++ compiler (not with --no-compile)",
+    "rooflines": "a device that runs nothing else",
+}
+"""What each section needs besides the device, as ``--dry`` prints it."""
 
 UNTIMED = ("kernels", "tokens", "tensor_parallel")
-"""Sections that measure nothing, so that a GPU may run them at once."""
+"""Sections without timings, which a GPU runs concurrently."""
 
 TOTAL_SECONDS = 290.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check, or as its child one section; gives the exit code."""
+    """Run the check, or one section in a child process; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device_check", description="Check a GPU.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", type=Path, help="file for the JSON result; default: stdout")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="sections to run")
-    parser.add_argument("--no-compile", action="store_true", help="leave out what needs a compiler")
+    parser.add_argument("--no-compile", action="store_true", help="skip compiled modes")
+    parser.add_argument("--dry", action="store_true", help="list the sections and their requirements, run none")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.child is not None:
         return _run_section(arguments.only[0], arguments.device, not arguments.no_compile, arguments.child)
+    if arguments.dry:
+        for name in arguments.only:
+            print(f"{name:<16} up to {SECTIONS[name]:.0f} s on {arguments.device}; needs {REQUIREMENTS[name]}")
+        return 0
     result = check(arguments.device, arguments.only, compile=not arguments.no_compile)
     text = json.dumps(result, indent=1)
     if arguments.out is None:
@@ -60,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(device: str, sections: Sequence[str] = tuple(SECTIONS), *, compile: bool = True) -> dict[str, Any]:
-    """Run sections and gather what they found.
+    """Run sections and collect their outcomes.
 
     Args:
         device: "cuda" or "cpu".
         sections: names of :data:`SECTIONS`.
-        compile: whether to check compiled code too.
+        compile: whether to run compiled modes too.
     """
     started = time.monotonic()
     outcomes: dict[str, dict[str, Any]] = {}
@@ -92,7 +106,7 @@ def check(device: str, sections: Sequence[str] = tuple(SECTIONS), *, compile: bo
 
 
 class _Section:
-    """One section in its own process, started at once."""
+    """One section in its own process, started by the constructor."""
 
     def __init__(self, name: str, device: str, compile: bool, folder: Path) -> None:
         self.name = name
@@ -105,7 +119,7 @@ class _Section:
             return
         command = [sys.executable, "-m", "benchmarks.device_check", "--device", device, "--only", name]
         command += ["--child", str(self._folder), *([] if compile else ["--no-compile"])]
-        # Without a GPU Triton can only interpret its kernels, which has to be said before it is imported.
+        # Without a GPU, Triton only interprets kernels; it reads the variable at import.
         environment = os.environ | ({"TRITON_INTERPRET": "1"} if (name, device) == ("kernels", "cpu") else {})
         with open(self._folder / "log", "wb") as log:
             self._process = subprocess.Popen(
@@ -113,7 +127,7 @@ class _Section:
             )
 
     def wait(self, deadline: float) -> dict[str, Any]:
-        """The section's outcome: its status, seconds, report, and where it failed why. Ends it at the deadline."""
+        """Wait for the section and return its status, seconds, report and traceback; kill it at the deadline."""
         if self._skipped:
             return {"status": "skipped", "reason": self._skipped}
         limit = min(self._started + SECTIONS[self.name], deadline)
@@ -137,7 +151,7 @@ class _Section:
 
 
 def _run_section(name: str, device: str, compile: bool, folder: Path) -> int:
-    """A child's whole life: carry out one section and write what came of it."""
+    """Entry point of a child process: run one section and write its outcome to ``folder``."""
     report: dict[str, Any] = {}
     outcome: dict[str, Any] = {"status": "passed", "report": report}
     try:
@@ -146,7 +160,7 @@ def _run_section(name: str, device: str, compile: bool, folder: Path) -> int:
         job = device_sections.Job(device, folder, compile)
         run = device_decode.decode if name == "decode" else getattr(device_sections, name)
         run(job, report)
-    except BaseException:  # noqa: BLE001 - whatever it was is the outcome
+    except BaseException:  # noqa: BLE001 - reported as the outcome
         outcome |= {"status": "failed", "traceback": traceback.format_exc()}
     (folder / "result.tmp").write_text(json.dumps(outcome))
     (folder / "result.tmp").rename(folder / "result.json")
@@ -161,7 +175,7 @@ def _version(package: str) -> str:
 
 
 def _card() -> str:
-    """Name and driver of the GPU, as its own tool says."""
+    """Name and driver version of the GPU, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()

@@ -163,7 +163,9 @@ def check_paged_attention(
     return error
 
 
-def check_company(device: str, dtype: torch.dtype, *, requests: Sequence[tuple[int, int]], **shape: int) -> float:
+def check_batch_invariance(
+    device: str, dtype: torch.dtype, *, requests: Sequence[tuple[int, int]], **shape: int
+) -> float:
     """0.0, if every request has the same bits alone as with the others, in a padded batch, and by few programs."""
     case = make_paged(device, dtype, requests, **shape)
     how = {"scale": shape["head_dim"] ** -0.5, "window": 0}
@@ -211,5 +213,5 @@ CHECKS: dict[str, Callable[..., float]] = {
     "rotary_embedding": check_rotary_embedding,
     "kv_cache_write": check_kv_cache_write,
     "paged_attention": check_paged_attention,
-    "company": check_company,
+    "company": check_batch_invariance,
 }

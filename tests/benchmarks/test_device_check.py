@@ -46,6 +46,16 @@ def test_decode_in_every_mode() -> None:
     )
 
 
+def test_dry_lists_the_sections_and_runs_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(device_check, "check")
+    assert device_check.main(["--dry", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(device_check.SECTIONS)
+    assert all(" needs " in line for line in lines)
+
+
 @without_gpu
 def test_sections_fail_alone_and_say_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "result.json"

@@ -79,7 +79,7 @@ def test_demo_compiled(tp: int):
 
 
 @pytest.mark.parametrize("kind", ["compile_fail", "capture_fail"])
-def test_row_23_one_rank_that_cannot_makes_all_fall_back(
+def test_all_ranks_fall_back_if_one_cannot_compile_or_capture(
     kind: str, cache: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("LOCKSTEP_FAULT", f"rank=1,kind={kind}")

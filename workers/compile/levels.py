@@ -24,19 +24,17 @@ class CompileSettings:
     """Resolved compile settings.
 
     Attributes:
-        level: the level in effect; 0 where the machine cannot compile.
         mode: how to compile.
         graph_mode: which graphs to capture, as far as the machine supports them.
         warnings: requested settings that do not take effect, and how to change that.
     """
 
-    level: int
     mode: CompileMode
     graph_mode: GraphMode
     warnings: tuple[str, ...] = ()
 
 
-EAGER = CompileSettings(0, CompileMode.NONE, GraphMode.NONE)
+EAGER = CompileSettings(CompileMode.NONE, GraphMode.NONE)
 """The model's own forward, without graphs."""
 
 
@@ -50,10 +48,10 @@ def resolve_level(config: EngineConfig, *, missing: str | None = None) -> Compil
     level = 0 if config.enforce_eager else config.optimization_level
     if missing is not None and level > 0:
         warning = f"-O{level} falls back to -O0 (no compiled code, no graphs): {missing}"
-        return CompileSettings(0, CompileMode.NONE, GraphMode.NONE, (warning,))
+        return CompileSettings(CompileMode.NONE, GraphMode.NONE, (warning,))
     assert config.cudagraph_mode is not None, "resolve() sets cudagraph_mode"
     mode = CompileMode.NONE if level == 0 else CompileMode(config.compile_mode or CompileMode.PIECEWISE)
-    return CompileSettings(level, mode, GraphMode.parse(config.cudagraph_mode))
+    return CompileSettings(mode, GraphMode.parse(config.cudagraph_mode))
 
 
 def missing_for_compiling(

@@ -1,4 +1,4 @@
-"""From a model to its compiled model and back from disk (rows 35, 38, 40, 43; traps c and d)."""
+"""compile_model: the compiled model, its cache entries on disk, damaged entries, and errors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,6 @@ def test_each_distinct_subgraph_is_compiled_once(cold: CompiledModelHarness) -> 
     report = cold.compile_report
     assert (report.compiled_subgraphs, report.distinct_subgraphs, report.cache_hits) == (SUBGRAPHS, SUBGRAPHS, 0)
     assert (report.subgraphs, report.plan_from_cache, report.warnings) == (LAYERS + 1, False, ())
-    assert report.seconds > 0
     assert cold.progress == [(done, SUBGRAPHS) for done in (1, 2, 3)]
 
 
@@ -162,7 +161,6 @@ def test_a_later_start_compiles_nothing_and_does_not_import_the_compiler(
     assert found["loaded"] == []
     assert (found["report"]["compiled_subgraphs"], found["report"]["cache_hits"]) == (0, SUBGRAPHS)
     assert found["report"]["plan_from_cache"]
-    assert found["report"]["seconds"] < 2
     assert found["tokens"] == greedy_reference(folder, PROMPTS[0], 6) == cold.greedy(PROMPTS[0], 6)
 
 

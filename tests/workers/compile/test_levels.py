@@ -21,25 +21,25 @@ def resolved(**settings: Any) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("settings", "level", "mode", "graph_mode"),
+    ("settings", "mode", "graph_mode"),
     [
-        ({}, 2, "PIECEWISE", "FULL_AND_PIECEWISE"),
-        ({"optimization_level": 0}, 0, "NONE", "NONE"),
-        ({"optimization_level": 1}, 1, "PIECEWISE", "PIECEWISE"),
-        ({"optimization_level": 2}, 2, "PIECEWISE", "FULL_AND_PIECEWISE"),
-        ({"optimization_level": 3}, 3, "PIECEWISE", "FULL_AND_PIECEWISE"),
-        ({"enforce_eager": True, "optimization_level": 3}, 0, "NONE", "NONE"),
-        ({"cudagraph_mode": "FULL"}, 2, "PIECEWISE", "FULL"),
-        ({"cudagraph_mode": "NONE"}, 2, "PIECEWISE", "NONE"),
-        ({"optimization_level": 0, "cudagraph_mode": "FULL"}, 0, "NONE", "FULL"),
-        ({"compile_mode": "STOCK"}, 2, "STOCK", "FULL_AND_PIECEWISE"),
-        ({"compile_mode": "DYNAMO_TRACE_ONCE"}, 2, "DYNAMO_TRACE_ONCE", "FULL_AND_PIECEWISE"),
-        ({"compile_mode": "NONE", "cudagraph_mode": "FULL"}, 2, "NONE", "FULL"),
+        ({}, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"optimization_level": 0}, "NONE", "NONE"),
+        ({"optimization_level": 1}, "PIECEWISE", "PIECEWISE"),
+        ({"optimization_level": 2}, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"optimization_level": 3}, "PIECEWISE", "FULL_AND_PIECEWISE"),
+        ({"enforce_eager": True, "optimization_level": 3}, "NONE", "NONE"),
+        ({"cudagraph_mode": "FULL"}, "PIECEWISE", "FULL"),
+        ({"cudagraph_mode": "NONE"}, "PIECEWISE", "NONE"),
+        ({"optimization_level": 0, "cudagraph_mode": "FULL"}, "NONE", "FULL"),
+        ({"compile_mode": "STOCK"}, "STOCK", "FULL_AND_PIECEWISE"),
+        ({"compile_mode": "DYNAMO_TRACE_ONCE"}, "DYNAMO_TRACE_ONCE", "FULL_AND_PIECEWISE"),
+        ({"compile_mode": "NONE", "cudagraph_mode": "FULL"}, "NONE", "FULL"),
     ],
 )
-def test_levels(settings: dict[str, Any], level: int, mode: str, graph_mode: str) -> None:
+def test_levels(settings: dict[str, Any], mode: str, graph_mode: str) -> None:
     found = resolve_level(resolved(**settings))
-    assert (found.level, found.mode, found.graph_mode) == (level, mode, graph_mode)
+    assert (found.mode, found.graph_mode) == (mode, graph_mode)
     assert isinstance(found.mode, CompileMode)
     assert isinstance(found.graph_mode, GraphMode)
     assert found.warnings == ()
@@ -52,7 +52,7 @@ def test_eager_settings_are_those_of_enforce_eager() -> None:
 def test_without_a_compiler_the_level_falls_to_zero_and_says_what_to_install() -> None:
     missing = missing_for_compiling(CPU, which=lambda name: None)
     found = resolve_level(resolved(), missing=missing)
-    assert (found.level, found.mode, found.graph_mode) == (0, CompileMode.NONE, GraphMode.NONE)
+    assert (found.mode, found.graph_mode) == (CompileMode.NONE, GraphMode.NONE)
     assert "-O2 falls back to -O0" in found.warnings[0]
     assert "apt-get install g++" in found.warnings[0]
     assert resolve_level(resolved(enforce_eager=True), missing=missing).warnings == ()

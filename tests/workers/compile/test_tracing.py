@@ -1,4 +1,4 @@
-"""One trace, any number of tokens (rows 29 to 34, trap c)."""
+"""One trace serves any number of tokens."""
 
 from __future__ import annotations
 

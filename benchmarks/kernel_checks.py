@@ -171,7 +171,7 @@ def check_batch_invariance(
     how = {"scale": shape["head_dim"] ** -0.5, "window": 0}
     paged_attention.paged_attention_triton(**case.arguments(**how))
     few = torch.full_like(case.output, NAN)
-    with mock.patch.object(paged_attention, "BUSY", 1):
+    with mock.patch.object(paged_attention, "SATURATING_PROGRAMS", 1):
         paged_attention.paged_attention_triton(**case.arguments(output=few, **how))
     assert few.equal(case.output), "the bits depend on the number of programs"
     starts: list[int] = case.query_start_loc.tolist()

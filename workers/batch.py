@@ -167,11 +167,20 @@ class BatchBuffers:
         max_num_reqs: largest number of requests in a step.
         max_model_len: largest number of tokens of a request.
         block_size: tokens in one KV block.
+        num_blocks: blocks of the KV cache.
     """
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_reqs: int, max_model_len: int, block_size: int, device: torch.device
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_reqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        device: torch.device,
     ) -> None:
+        self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_blocks = -(-max_model_len // block_size)
@@ -189,7 +198,8 @@ class BatchBuffers:
         """Apply a plan's delta: drop requests, add new ones, and append new blocks to block tables.
 
         Raises:
-            ProtocolError: the plan schedules a request that was never added here: an earlier plan was missed.
+            ProtocolError: the plan schedules a request that was never added here, because an earlier plan was missed;
+                or it assigns a block that the KV cache does not have, which no kernel may read or write.
         """
         for req_id in plan.dropped:
             self.requests.pop(req_id, None)
@@ -198,8 +208,14 @@ class BatchBuffers:
         for scheduled in plan.scheduled:
             if scheduled.req_id not in self.requests:
                 raise ProtocolError(f"step {plan.step_id} schedules request {scheduled.req_id}, never announced here")
-            if scheduled.new_block_ids:
-                self.requests[scheduled.req_id].append_blocks(scheduled.new_block_ids)
+            if new_ids := scheduled.new_block_ids:
+                if min(new_ids) < 0 or max(new_ids) >= self.num_blocks:
+                    outside = next(block_id for block_id in new_ids if not 0 <= block_id < self.num_blocks)
+                    raise ProtocolError(
+                        f"step {plan.step_id} assigns KV block {outside} to request {scheduled.req_id}; the KV cache "
+                        f"has {self.num_blocks} blocks, 0 to {self.num_blocks - 1}"
+                    )
+                self.requests[scheduled.req_id].append_blocks(new_ids)
 
     def tokens(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's inputs at a padded size: input_ids and positions, int64 [size] each."""

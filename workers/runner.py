@@ -151,6 +151,7 @@ class ModelRunner:
             max_num_reqs=self.config.max_num_seqs,
             max_model_len=self.config.max_model_len,
             block_size=self.config.block_size,
+            num_blocks=num_blocks,
             device=self.device,
         )
         self.sampler = Sampler(

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def make_buffers() -> BatchBuffers:
     """Buffers that hold values of an earlier, larger step everywhere."""
     buffers = BatchBuffers(
-        max_num_tokens=16, max_num_reqs=6, max_model_len=12, block_size=4, device=torch.device("cpu")
+        max_num_tokens=16, max_num_reqs=6, max_model_len=12, block_size=4, num_blocks=16, device=torch.device("cpu")
     )
     for buffer in (
         buffers.input_ids, buffers.positions, buffers.slot_mapping, buffers.block_table, buffers.seq_lens,
@@ -113,6 +113,14 @@ def test_a_preempted_request_starts_again_with_its_output() -> None:
 def test_a_plan_for_an_unknown_request_is_refused() -> None:
     with pytest.raises(ProtocolError, match="step 4 schedules request 8, never announced here"):
         make_buffers().update_requests(StepPlan(4, (ScheduledRequest(8, 1),)))
+
+
+@pytest.mark.parametrize("block_id", [-1, 16])
+def test_blocks_outside_the_cache_are_refused_before_any_kernel_sees_them(block_id: int) -> None:
+    buffers = make_buffers()
+    plan = StepPlan(3, (ScheduledRequest(1, 5, (15, block_id)),), (new(1, 5),))
+    with pytest.raises(ProtocolError, match=f"step 3 assigns KV block {block_id} to request 1; .* 16 blocks, 0 to 15"):
+        buffers.update_requests(plan)
 
 
 def test_a_plan_for_more_tokens_than_there_are_is_refused() -> None:

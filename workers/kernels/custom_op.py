@@ -1,13 +1,11 @@
-"""Ops that fuse what plain torch computes in several steps, and which form a layer gets.
+"""Custom ops: registration of fused kernels, and the selection between kernel and PyTorch reference at every call.
 
-Four cases, decided in one place for all such ops:
-
-- On a GPU, eagerly: the op, whose CUDA implementation is one Triton launch.
-- On a CPU, eagerly, where ``elementwise.py`` has loaded its C kernels: the op, whose CPU implementation is one C call.
-- Elsewhere, eagerly: the plain torch form.
-- While a compiler traces, on any device: the plain torch form. Inductor fuses it into one kernel by itself, and with
-  it what stands beside it (the residual addition, the split of a projection, a norm per head), which an op that it
-  cannot look into would keep apart. This is what the "norm and activation fusions" of -O1 are.
+- Eager on a GPU: the op, whose CUDA implementation is one Triton launch.
+- Eager on a CPU, if ``elementwise.py`` has loaded its C kernels: the op, whose CPU implementation is one C call.
+- Eager elsewhere: the PyTorch reference.
+- While a compiler traces, on any device: the PyTorch reference. Inductor fuses it into one kernel together with its
+  neighbours (the residual addition, the split of a projection, a norm per head), which an opaque op would prevent.
+  These are the norm and activation fusions of -O1.
 """
 
 from __future__ import annotations
@@ -35,15 +33,15 @@ def fused_op(
     native: Callable[P, R | None] | None = None,
     mutates_args: Sequence[str] = (),
 ) -> Callable[P, R]:
-    """Register ``torch.ops.lockstep.<name>`` and give the function that layers call.
+    """Register ``torch.ops.lockstep.<name>`` and return the function that layers call.
 
     Args:
         name: of the op.
-        reference: plain torch; the first argument is a tensor.
-        kernel: the same by Triton; the op's implementation on CUDA. Without Triton the reference stands there too.
+        reference: the op in PyTorch; its first argument is a tensor.
+        kernel: launches the Triton kernel; the op's CUDA implementation. Without Triton the reference is.
         fake: shapes and dtypes of the result, contiguous.
-        native: the same by C; gives None for tensors it does not take. The op's implementation on CPU, with
-            ``reference`` for those.
+        native: calls the C kernel, or returns None for unsupported tensors, which the reference then computes.
+            The op's CPU implementation.
         mutates_args: names of the arguments that are written.
     """
 

@@ -1,8 +1,8 @@
-"""The decoder's elementwise ops by our C kernels: what CPUs use eagerly where there is a C compiler.
+"""Bindings of the C kernels for norms, rotary embedding and activation, which eager CPU steps use.
 
-Plain torch makes several passes and allocations of each, which for one token is all overhead: two thirds of a layer's
-time beside its linear layers. While a compiler traces, the plain form stands, because Inductor fuses it with what is
-beside it. Each function here gives None for tensors that its kernel does not take; the plain form then computes.
+PyTorch makes several passes and allocations for each of these ops, which for one token is overhead: two thirds of a
+layer's time outside its linear layers. ``custom_op.py`` selects between these kernels and the PyTorch references. Each
+function returns None for tensors that its kernel does not support; the reference then computes them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ use_native, is_used = _library.use, _library.is_used
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
-    """``rms_norm.rms_norm_reference``; x may be heads of a wider projection, [T, heads, d]."""
+    """``rms_norm.rms_norm_reference``; x may be a view of heads in a wider projection, [T, heads, d]."""
     library, width, dims = _library.library, x.shape[-1], x.dim()
     if library is None or dims not in (2, 3) or not _is_norm(x, weight) or x.stride(-1) != 1:
         return None
     heads, head_stride = (1, 0) if dims == 2 else (x.shape[1], x.stride(1))
     out = torch.empty(x.shape, dtype=x.dtype, device="cpu")
-    places = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
+    addresses = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
     library.lockstep_rms_norm(
-        _NORM.pack(*places, x.shape[0], heads, width, x.stride(0), head_stride, DTYPE_CODES[x.dtype], eps)
+        _NORM.pack(*addresses, x.shape[0], heads, width, x.stride(0), head_stride, DTYPE_CODES[x.dtype], eps)
     )
     return out
 
@@ -55,8 +55,8 @@ def fused_add_rms_norm(
         return None
     out, stream = torch.empty_like(x), torch.empty_like(x)
     tokens, width = x.shape
-    places = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), stream.data_ptr()
-    library.lockstep_rms_norm(_NORM.pack(*places, tokens, 1, width, width, 0, DTYPE_CODES[x.dtype], eps))
+    addresses = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), stream.data_ptr()
+    library.lockstep_rms_norm(_NORM.pack(*addresses, tokens, 1, width, width, 0, DTYPE_CODES[x.dtype], eps))
     return out, stream
 
 
@@ -69,7 +69,7 @@ def _is_norm(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def rotary_embedding(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """``rotary_embedding.rotary_embedding_reference``; heads may be those of a wider projection."""
+    """``rotary_embedding.rotary_embedding_reference``; query and key may be views into a wider projection."""
     library, dtype = _library.library, query.dtype
     if library is None or dtype not in DTYPE_CODES or not dtype == key.dtype == cos.dtype == sin.dtype:
         return None
@@ -81,10 +81,10 @@ def rotary_embedding(
         return None
     query_out = torch.empty((tokens, heads, head_dim), dtype=dtype, device="cpu")
     key_out = torch.empty(key.shape, dtype=dtype, device="cpu")
-    places = [tensor.data_ptr() for tensor in (query, key, cos, sin, query_out, key_out)]
+    addresses = [tensor.data_ptr() for tensor in (query, key, cos, sin, query_out, key_out)]
     steps = *strides[0][:2], *strides[1][:2], strides[2][0], strides[3][0]
     library.lockstep_rotary_embedding(
-        _ROTARY.pack(*places, tokens, heads, key.shape[1], half, DTYPE_CODES[dtype], *steps)
+        _ROTARY.pack(*addresses, tokens, heads, key.shape[1], half, DTYPE_CODES[dtype], *steps)
     )
     return query_out, key_out
 

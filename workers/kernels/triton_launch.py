@@ -1,8 +1,8 @@
-"""Triton kernels in files that import without Triton, which is optional and is needed on a GPU only.
+"""Launches of Triton kernels from modules that import without Triton, an optional library that only GPUs need.
 
-An op's file holds its kernel as a function under :func:`kernel`. Triton is imported when the first one is launched:
-the name ``tl``, which kernels use and which a type checker is shown under ``TYPE_CHECKING``, is put into the
-kernel's module then. What ops there are, and when a layer takes the kernel, is ``fused.py``'s.
+An op's module decorates its kernel with :func:`kernel`. Triton is imported at the first launch, which also binds the
+name ``tl`` in the kernel's module; type checkers see its import under ``TYPE_CHECKING``. When a layer uses a kernel is
+``custom_op.py``'s.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 
 
 class Part:
-    """A function that kernels of the same module call and that is compiled into them; use it as a decorator."""
+    """Decorator of a device function: kernels of the same module call it, and Triton inlines it into them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        """For the type checker: by the time a kernel runs, Triton's own object stands in this one's place."""
-        raise TypeError(f"{self.function.__name__} is part of Triton kernels and cannot be called from Python")
+        """For the type checker only: at the first launch, Triton's object replaces this one in the module."""
+        raise TypeError(
+            f"{self.function.__name__} is a device function of Triton kernels and cannot be called from Python"
+        )
 
 
 class Kernel:
@@ -30,8 +32,8 @@ class Kernel:
 
     Args:
         function: its source, a module's own function.
-        varying: integer arguments that change from step to step. Triton compiles anew for values 1 and multiples of
-            16 of all others, which would stall a step that is the first with such a value.
+        varying: integer arguments that change from step to step. Triton specialises all others for the value 1 and
+            for multiples of 16, and the compilation would stall the first step with such a value.
     """
 
     def __init__(self, function: Callable[..., None], varying: tuple[str, ...] = ()) -> None:
@@ -40,7 +42,7 @@ class Kernel:
 
     @functools.cached_property
     def jit(self) -> Any:
-        """Triton's own object for this kernel; for the interpreter if TRITON_INTERPRET was set before the first use.
+        """The ``triton.jit`` function; an interpreted one if TRITON_INTERPRET was set before the first use.
 
         Raises:
             ModuleNotFoundError: Triton is not installed.
@@ -58,19 +60,19 @@ class Kernel:
 
 
 def kernel(*, varying: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Kernel]:
-    """Make a function a :class:`Kernel`."""
+    """Decorator that makes a function a :class:`Kernel`."""
     return functools.partial(Kernel, varying=varying)
 
 
 @functools.cache
 def triton_is_installed() -> bool:
-    """Whether kernels can be launched, given a device; Triton is not imported to find out."""
+    """Whether Triton is installed; does not import it."""
     try:
         return importlib.util.find_spec("triton") is not None
-    except ImportError:  # An import hook that forbids it, as good as its absence.
+    except ImportError:  # An import hook refuses it.
         return False
 
 
 def next_power_of_2(number: int) -> int:
-    """The least power of two that is at least ``number``: sizes of blocks are such."""
+    """The smallest power of two that is at least ``number``, as Triton's block sizes have to be."""
     return 1 << max(0, number - 1).bit_length()

@@ -1,7 +1,7 @@
-"""Attention as a layer: from rotated queries, keys and values of a step to what they attend to.
+"""The attention layer: calls the KV-update op and the attention op with the layer's name.
 
-The layer allocates the output and calls two ops by its own name; the ops find the cache in the forward context.
-Projections and rotation are the decoder's (``workers/models/decoder.py``), the computation is the backend's.
+The ops find the layer, its KV cache and the step's metadata in the forward context. Projections and rotary embedding
+are the decoder's (``workers/models/decoder.py``), the computation is the attention backend's.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Attention(nn.Module):
         num_kv_heads: KV heads of this rank; divides ``num_heads``.
         head_dim: size of one head.
         dtype: of the cache.
-        backend: how to attend.
+        backend: the attention backend.
         prefix: the layer's name, unique in the model; key of the forward context.
-        sliding_window: tokens a token sees, itself included; None: all before it.
+        sliding_window: tokens that a token attends to, itself included; None: all before it.
         opaque: call registered ops, at which a compiled graph is split, instead of the Python functions; default:
             the platform's choice.
     """

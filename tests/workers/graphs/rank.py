@@ -110,7 +110,7 @@ class Rank:
         self.blocks = [blocks[r * BLOCKS_PER_REQUEST : (r + 1) * BLOCKS_PER_REQUEST] for r in range(MAX_REQS)]
         self.buffers = BatchBuffers(
             max_num_tokens=MAX_TOKENS, max_num_reqs=MAX_REQS, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE,
-            device=group.device,
+            num_blocks=len(blocks), device=group.device,
         )  # fmt: skip
         self.graphs = GraphRunner(
             forward(self.model),

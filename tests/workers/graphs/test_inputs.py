@@ -10,7 +10,9 @@ from workers.graphs.inputs import StaticInputs
 
 def buffers() -> BatchBuffers:
     """Buffers in which an earlier step left values everywhere."""
-    left = BatchBuffers(max_num_tokens=32, max_num_reqs=8, max_model_len=12, block_size=4, device=torch.device("cpu"))
+    left = BatchBuffers(
+        max_num_tokens=32, max_num_reqs=8, max_model_len=12, block_size=4, num_blocks=8, device=torch.device("cpu")
+    )
     for static in (left.input_ids, left.positions, left.slot_mapping, left.block_table, left.seq_lens):
         static.tensor.fill_(77)
     left.query_start_loc.tensor.fill_(77)

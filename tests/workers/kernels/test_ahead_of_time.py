@@ -45,7 +45,7 @@ def ones(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def attend(dtype: torch.dtype, head_dim: int, group: int, window: int) -> None:
-    """Both attention kernels and the one that combines lanes."""
+    """Both attention kernels and the one that combines KV splits."""
     case = make_paged("cpu", dtype, [(20, 5), (33, 1)], heads=2 * group, kv_heads=2, head_dim=head_dim, block_size=16)
     paged_attention.paged_attention_triton(**case.arguments(scale=0.1, window=window))
 

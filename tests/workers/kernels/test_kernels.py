@@ -46,7 +46,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "window of several tiles": {
         "requests": [[200, 1], [100, 40]], "heads": 3, "kv_heads": 1, "head_dim": 64, "block_size": 32, "window": 90,
     },
-    "more tiles than lanes": {
+    "more tiles than KV splits": {
         "requests": [[2200, 1], [63, 1]], "heads": 4, "kv_heads": 1, "head_dim": 64, "block_size": 32,
     },
 }  # fmt: skip

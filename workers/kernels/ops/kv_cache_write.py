@@ -1,4 +1,8 @@
-"""Storing a step's keys and values in a paged cache, given as a tensor; the KV-update op finds that tensor."""
+"""The op that stores a step's keys and values in the paged KV cache of one layer.
+
+The cache is an argument here; the KV-update op (``workers/attention/kv_cache_update_op.py``) finds it in the forward
+context and calls this op.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ if TYPE_CHECKING:
 def kv_cache_write_reference(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Token by token; slot -1 is skipped.
+    """Store keys and values token by token; slot -1 is skipped.
 
     Args:
         key: [T_padded, num_kv_heads, head_dim].
@@ -43,7 +47,7 @@ def _kv_cache_write(
     key, value, cache, slot_mapping, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program i: keys and values of token i, all heads."""
+    """Program i stores keys and values of all heads of token i."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
@@ -61,7 +65,7 @@ def _kv_cache_write(
 def kv_cache_write_triton(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """The same in one launch. Heads of a wider projection are read where they lie."""
+    """One launch. Keys and values may be views of heads in a wider projection."""
     if not key.numel():
         return
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))

@@ -1,18 +1,18 @@
-"""Attention over a paged KV cache: prompts and chunks of them in one kernel, single new tokens in another.
+"""Attention over a paged KV cache: one kernel for prefill chunks, one for decode.
 
 The cache is [num_blocks, 2, num_kv_heads, block_size, head_dim], keys at 0 and values at 1, and already holds the
-step's own. Both kernels pack the query heads of one KV head into the rows of one matrix product, so a key is read once
-for all of them, and keep softmax in fp32.
+step's own tokens. Both kernels pack the query heads of one KV head into the rows of one matrix product, so a key is
+read once for all of them, and keep softmax in fp32.
 
-- **Prefill**: one program per (tile of a request's new tokens, KV head), which walks over the keys the tile can see.
-- **Decode**: keys are cut in tiles of a fixed size, dealt in turn to a fixed number of lanes. Programs sum the lanes;
-  a second kernel combines a request's lanes in their order.
+- **Prefill**: one program per (tile of a request's new tokens, KV head) loops over the keys that the tile attends to.
+- **Decode**: split-KV, as in Flash-Decoding. Tiles of keys are assigned in turn to a fixed number of KV splits;
+  programs reduce the splits, and a second kernel combines a request's splits in their order.
 
-Which kernel, and what is summed in which order, follows from the request's own length and number of new tokens, so its
-bits do not depend on its company. How many programs share the lanes may: that changes no sum.
+The kernel and the summation order follow from the request's own length and number of new tokens, so the result is batch
+invariant. The number of programs that share the splits depends on the batch and changes no sum.
 
-No launch depends on the value of a tensor: grids follow from padded sizes, and programs without work return at once.
-So a CUDA graph that was captured at the maxima serves every smaller batch.
+Launches depend on no tensor value: grids follow from padded sizes, and programs without work return at once. So a CUDA
+graph that was captured at the maxima serves every smaller batch.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from workers.kernels.triton_launch import Part, kernel, next_power_of_2
 if TYPE_CHECKING:
     import triton.language as tl
 
-LANES = 32
-"""Partial sums of one decoding request and head, at most; fewer while it has fewer tiles of keys."""
+MAX_KV_SPLITS = 32
+"""Maximum number of KV splits of a decoding request and head; a request with fewer tiles of keys has fewer."""
 
-BUSY = 2048
-"""Decode programs that keep a large GPU busy; more would only wait for one another."""
+SATURATING_PROGRAMS = 2048
+"""Number of decode programs that saturates a large GPU."""
 
 MAX_REGISTERS = 255
-"""Of one thread, on every GPU."""
+"""Registers of one thread, on every GPU."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a kernel cuts its work.
+    """Tile sizes and launch parameters of a kernel.
 
     Attributes:
-        rows: of the query side of a product: tokens times the query heads of a KV head.
-        keys: a program looks at together.
-        warps: of a program.
-        stages: of the software pipeline that loads keys and values ahead.
+        rows: rows of the query side of a product: tokens times the query heads of a KV head.
+        keys: keys that a program loads at once.
+        warps: warps of a program.
+        stages: stages of the software pipeline that prefetches keys and values.
     """
 
     rows: int
@@ -57,7 +57,7 @@ class Tile:
     stages: int
 
     def options(self) -> dict[str, Any]:
-        """How to compile. All registers may be used: else a few are spilled to fit one more program beside."""
+        """Launch options. All registers may be used; by default the compiler spills some to fit another program."""
         options = {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
         return options | {"maxnreg": MAX_REGISTERS}
 
@@ -68,22 +68,22 @@ def prefill_tile(dtype: torch.dtype, head_dim: int, group: int, *, data_center: 
     fp32 products run without matrix units and need registers for their operands. There are five pipeline stages, not
     two, because a key's block id has to be loaded before the key itself: two stages make one load.
     """
-    least = next_power_of_2(group)
+    smallest = next_power_of_2(group)
     if dtype == torch.float32:
-        return Tile(max(16, least), 16 if head_dim > 64 else 32, 4, 1)
+        return Tile(max(16, smallest), 16 if head_dim > 64 else 32, 4, 1)
     if data_center:
         if head_dim > 128:
-            return Tile(max(64, least), 32, 8, 5)
-        return Tile(max(128, least), 64, 8, 5 if head_dim > 64 else 2)
+            return Tile(max(64, smallest), 32, 8, 5)
+        return Tile(max(128, smallest), 64, 8, 5 if head_dim > 64 else 2)
     if head_dim > 128:
-        return Tile(max(64, least), 32, 8, 2)
-    return Tile(max(64, least), 32 if head_dim > 64 else 64, 4, 2)
+        return Tile(max(64, smallest), 32, 8, 2)
+    return Tile(max(64, smallest), 32 if head_dim > 64 else 64, 4, 2)
 
 
 def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
-    """The tile for ``group`` query heads to a KV head; 16 rows are the least a matrix unit takes.
+    """The tile for ``group`` query heads to a KV head; a matrix unit needs at least 16 rows.
 
-    In fp32 more than 16 query heads to a KV head do not fit the registers: right, but slow.
+    In fp32, more than 16 query heads to a KV head spill registers: correct, but slow.
     """
     rows = max(16, next_power_of_2(group))
     if dtype == torch.float32:
@@ -94,14 +94,14 @@ def decode_tile(dtype: torch.dtype, head_dim: int, group: int) -> Tile:
 
 @functools.cache
 def is_data_center(device: torch.device) -> bool:
-    """Whether it is a GPU with the shared memory and the matrix units of a Hopper or Blackwell data-center card."""
+    """Whether the device has the shared memory and matrix units of a Hopper or Blackwell data-center GPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def attention_reference(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, window: int | None
 ) -> torch.Tensor:
-    """Attention of one request by its definition; the reference of every backend.
+    """Attention of one request as defined, in fp32; the reference of every backend.
 
     Args:
         query: [n, num_heads, head_dim], the last n tokens of the request.
@@ -138,7 +138,7 @@ def paged_attention_reference(
     scale: float,
     window: int,
 ) -> None:
-    """Attend for every token of a step.
+    """Attention of every token of a step.
 
     Args:
         query: [T_padded, num_heads, head_dim], rotated.
@@ -146,12 +146,12 @@ def paged_attention_reference(
         output: like ``query``, dense; every row is written, padded rows with zeros.
         block_table: int32 [>= R, max_blocks].
         seq_lens: int32 [>= R]; 0 for a request that only pads the batch.
-        query_start_loc: int32 [>= R + 1]; stays where it is over a request that only pads the batch.
+        query_start_loc: int32 [>= R + 1]; does not increase over a request that only pads the batch.
         num_reqs: R.
-        max_query_len: at least the most new tokens of a request; 1 says that no request has more.
-        max_seq_len: at least the longest context.
+        max_query_len: upper bound of a request's new tokens; 1: every request decodes.
+        max_seq_len: upper bound of the context lengths.
         scale: of the scores.
-        window: tokens a token sees, itself included; 0: all before it.
+        window: tokens that a token attends to, itself included; 0: all before it.
     """
     output.zero_()
     starts: list[int] = query_start_loc[: num_reqs + 1].tolist()
@@ -188,7 +188,7 @@ def _attend(
     q, cache, table, kv_head, key, first, end, position, maximum, total, summed, scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One step of the running softmax over the keys at positions ``key`` [KEYS], of which first to end may be read.
+    """One step of the online softmax over the keys at positions ``key`` [KEYS], of which first to end may be read.
 
     ``maximum`` [ROWS] of the scores so far (base 2), ``total`` [ROWS] of the weights, ``summed`` [ROWS, DIM].
     """
@@ -203,7 +203,7 @@ def _attend(
         seen = seen & (key[None, :] > position[:, None] - WINDOW)
     scores = tl.where(seen, scores, float("-inf"))
     highest = tl.maximum(maximum, tl.max(scores, 1))
-    # A row that has seen nothing yet stays at -inf; the difference of two of those would be NaN.
+    # A row without any key so far stays at -inf; the difference of two of those would be NaN.
     shift = tl.where(highest == float("-inf"), 0.0, highest)
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(maximum - shift)
@@ -220,9 +220,9 @@ def _prefill(
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, KV head). Tiles are ``TOKENS`` new tokens of one request with several of them.
+    """Program (tile, KV head): ``TOKENS`` new tokens of one request that has more than one.
 
-    Request r's tiles are numbered from ``start // TOKENS + r``, which leaves each enough numbers and needs no table.
+    Request r's tiles are numbered from ``start // TOKENS + r``, which reserves enough numbers without a table.
     """
     number, kv_head = tl.program_id(0), tl.program_id(1)
     low, high = tl.full((), 0, tl.int32), num_reqs - 1
@@ -263,17 +263,17 @@ def _prefill(
     tl.store(target + at[None, :], result.to(q.dtype), mask=real)
 
 
-@kernel(varying=("lanes", "stride_table"))
+@kernel(varying=("kv_splits", "stride_table"))
 def _decode(
-    query, cache, partial, weight, block_table, seq_lens, query_start_loc, lanes, scale,
+    query, cache, partial, weight, block_table, seq_lens, query_start_loc, kv_splits, scale,
     stride_token, stride_head, stride_table,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    WINDOW: tl.constexpr, KV_SPLITS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, KV head, share): every so-many-th lane of a request with one new token.
+    """Program (request, KV head, i): every n-th KV split from i of a request with one new token, n = grid dimension 2.
 
-    A lane's normalised sum goes to ``partial`` [R, heads, lanes, HEAD_DIM], the logarithm of its total weight (base 2)
-    to ``weight`` [R, heads, lanes].
+    A split's normalised sum is stored in ``partial`` [R, heads, kv_splits, HEAD_DIM], the logarithm of its total weight
+    (base 2) in ``weight`` [R, heads, kv_splits].
     """
     request, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start = tl.load(query_start_loc + request)
@@ -292,27 +292,27 @@ def _decode(
     q = tl.load(source, mask=real, other=0.0)
     position = tl.zeros([ROWS], tl.int32) + (end - 1)
     table = block_table + request * stride_table
-    for lane in range(tl.program_id(2), tl.minimum(tiles - first_tile, LANES), tl.num_programs(2)):
+    for split in range(tl.program_id(2), tl.minimum(tiles - first_tile, KV_SPLITS), tl.num_programs(2)):
         maximum = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         summed = tl.zeros([ROWS, DIM], tl.float32)
-        for tile in range(first_tile + lane, tiles, LANES):
+        for tile in range(first_tile + split, tiles, KV_SPLITS):
             maximum, total, summed = _attend(
                 q, cache, table, kv_head, tile * KEYS + tl.arange(0, KEYS), first, end, position, maximum, total,
                 summed, scale, KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, DIM,
             )  # fmt: skip
-        slot = (request * KV_HEADS * GROUP + head) * lanes + lane
+        slot = (request * KV_HEADS * GROUP + head) * kv_splits + split
         tl.store(weight + slot, maximum + tl.log2(total), mask=row < GROUP)
         tl.store(partial + slot[:, None] * HEAD_DIM + at[None, :], summed / total[:, None], mask=real)
 
 
-@kernel(varying=("num_reqs", "num_rows", "lanes"))
+@kernel(varying=("num_reqs", "num_rows", "kv_splits"))
 def _combine(
-    partial, weight, output, seq_lens, query_start_loc, num_reqs, num_rows, lanes,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, LANES: tl.constexpr, KEYS: tl.constexpr,
+    partial, weight, output, seq_lens, query_start_loc, num_reqs, num_rows, kv_splits,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, KV_SPLITS: tl.constexpr, KEYS: tl.constexpr,
     DIM: tl.constexpr,
 ):  # fmt: skip
-    """Program (request, head): adds its lanes, if it has one new token; then all programs share the padded rows."""
+    """Program (request, head): clears its share of the padded rows, then combines the splits of a decoding request."""
     number, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, DIM)
     for row in range(tl.load(query_start_loc + num_reqs) + number, num_rows, tl.num_programs(0)):
@@ -325,11 +325,11 @@ def _combine(
     first = 0
     if WINDOW > 0:
         first = tl.maximum(end - WINDOW, 0)
-    lane = tl.arange(0, LANES)
-    used = lane < (end + KEYS - 1) // KEYS - first // KEYS
-    slot = (number * HEADS + head) * lanes + lane
-    logarithm = tl.load(weight + slot, mask=used, other=float("-inf"))
-    share = tl.exp2(logarithm - tl.max(logarithm, 0))
+    split = tl.arange(0, KV_SPLITS)
+    used = split < (end + KEYS - 1) // KEYS - first // KEYS
+    slot = (number * HEADS + head) * kv_splits + split
+    log_weight = tl.load(weight + slot, mask=used, other=float("-inf"))
+    share = tl.exp2(log_weight - tl.max(log_weight, 0))
     summed = tl.load(
         partial + slot[:, None] * HEAD_DIM + at[None, :], mask=used[:, None] & (at < HEAD_DIM)[None, :], other=0.0
     )
@@ -351,7 +351,7 @@ def paged_attention_triton(
     scale: float,
     window: int,
 ) -> None:
-    """The same in two launches where every request decodes, else in three."""
+    """Two launches if every request decodes, else three."""
     num_rows, num_heads, head_dim = query.shape
     if num_reqs == 0:
         output.zero_()
@@ -373,17 +373,17 @@ def paged_attention_triton(
             TOKENS=tokens, ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
         )  # fmt: skip
     tile = decode_tile(query.dtype, head_dim, group)
-    lanes = max(1, min(LANES, -(-max_seq_len // tile.keys)))
-    partial = torch.empty(num_reqs, num_heads, lanes, head_dim, dtype=torch.float32, device=query.device)
-    weight = torch.empty(num_reqs, num_heads, lanes, dtype=torch.float32, device=query.device)
-    shares = min(lanes, next_power_of_2(-(-BUSY // (num_reqs * kv_heads))))
+    kv_splits = max(1, min(MAX_KV_SPLITS, -(-max_seq_len // tile.keys)))
+    partial = torch.empty(num_reqs, num_heads, kv_splits, head_dim, dtype=torch.float32, device=query.device)
+    weight = torch.empty(num_reqs, num_heads, kv_splits, dtype=torch.float32, device=query.device)
+    shares = min(kv_splits, next_power_of_2(-(-SATURATING_PROGRAMS // (num_reqs * kv_heads))))
     _decode[(num_reqs, kv_heads, shares)](
-        query, kv_cache, partial, weight, *batch, lanes, scale, *strides, **sizes, **layout,
-        LANES=LANES, ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
+        query, kv_cache, partial, weight, *batch, kv_splits, scale, *strides, **sizes, **layout,
+        KV_SPLITS=MAX_KV_SPLITS, ROWS=tile.rows, KEYS=tile.keys, **tile.options(),
     )  # fmt: skip
     _combine[(num_reqs, num_heads)](
-        partial, weight, output, seq_lens, query_start_loc, num_reqs, num_rows, lanes, **sizes,
-        HEADS=num_heads, LANES=LANES, KEYS=tile.keys, num_warps=4, enable_fp_fusion=True,
+        partial, weight, output, seq_lens, query_start_loc, num_reqs, num_rows, kv_splits, **sizes,
+        HEADS=num_heads, KV_SPLITS=MAX_KV_SPLITS, KEYS=tile.keys, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 

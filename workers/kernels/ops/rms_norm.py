@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and after the residual addition: two ops, one kernel."""
+"""RMS normalization, alone and after the residual addition: two ops, one kernel."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 
 def rms_norm_fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The shape of the result."""
+    """Shape and dtype of the result."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def fused_add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), the sum rounded to x's dtype before it is normalised."""
+    """(norm(x + residual), x + residual), the sum rounded to x's dtype before normalization."""
     stream = x + residual
     return rms_norm_reference(stream, weight, eps), stream
 
@@ -43,7 +43,7 @@ def fused_add_rms_norm_reference(
 def fused_add_rms_norm_fake(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shapes of the results."""
+    """Shapes and dtypes of the results."""
     return rms_norm_fake(x, weight, eps), rms_norm_fake(x, weight, eps)
 
 
@@ -52,7 +52,7 @@ def _rms_norm(
     x, residual, weight, out, stream, eps, heads, stride_token, stride_head, width,
     ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program i: row i of ``out``, head ``i % heads`` of token ``i // heads``; with ADD x and residual are dense."""
+    """Program i computes row i of ``out``: head ``i % heads`` of token ``i // heads``. With ADD, inputs are dense."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < width
@@ -69,7 +69,7 @@ def _rms_norm(
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The same in one launch. Heads of a wider projection, [T, heads, d], are read where they lie."""
+    """One launch. x may be a view of heads in a wider projection, [T, heads, d]."""
     out = rms_norm_fake(x, weight, eps)
     if x.dim() != 3 or x.stride(-1) != 1:
         x = x.contiguous().view(-1, 1, x.shape[-1])
@@ -80,7 +80,7 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 def fused_add_rms_norm_triton(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in one launch."""
+    """One launch."""
     out, stream = fused_add_rms_norm_fake(x, residual, weight, eps)
     _launch(x.contiguous().view(-1, 1, x.shape[-1]), residual.contiguous(), weight, eps, out, stream)
     return out, stream
@@ -94,7 +94,7 @@ def _launch(
     out: torch.Tensor,
     stream: torch.Tensor | None,
 ) -> None:
-    """One program a row of ``x``, [T, heads, d]."""
+    """Launch one program per row of ``x``, [T, heads, d]."""
     tokens, heads, width = x.shape
     if not x.numel():
         return

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys: each head's two halves turned by the angles of its token's position."""
+"""Rotary position embedding of queries and keys: rotates the two halves of each head by its token's angles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def rotary_embedding_reference(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turn each pair (i, i + head_dim / 2) of every head by its token's angle, in the dtype of the heads.
+    """Rotate each pair (i, i + head_dim / 2) of every head by its token's angle, in the dtype of the heads.
 
     Args:
         query: [T, num_heads, head_dim].
@@ -29,7 +29,7 @@ def rotary_embedding_reference(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The heads of one tensor, [T, heads, head_dim]."""
+    """Rotate the heads of one tensor, [T, heads, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -37,7 +37,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rotary_embedding_fake(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shapes of the results."""
+    """Shapes and dtypes of the results."""
     queries = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     return queries, torch.empty(key.shape, dtype=key.dtype, device=key.device)
 
@@ -48,7 +48,7 @@ def _rotary_embedding(
     stride_query_token, stride_query_head, stride_key_token, stride_key_head, stride_cos, stride_sin,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, part): ``HEADS`` heads of the token's queries and keys, counted as one row of heads."""
+    """Program (token, chunk) rotates ``HEADS`` heads of the token's queries and keys, numbered consecutively."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     at = tl.arange(0, HALF)[None, :]
@@ -63,7 +63,7 @@ def _rotary_embedding(
     second = tl.where(is_query, tl.load(from_query + half, mask=in_query), tl.load(from_key + half, mask=in_key))
     dtype = first.dtype
     first, second = first.to(tl.float32), second.to(tl.float32)
-    # Plain torch rounds every product, so each is rounded here.
+    # The reference rounds every product, so each is rounded here.
     turned = (first * c).to(dtype).to(tl.float32) - (second * s).to(dtype).to(tl.float32)
     other = (second * c).to(dtype).to(tl.float32) + (first * s).to(dtype).to(tl.float32)
     to_query = query_out + (token * num_heads + head) * 2 * half + at
@@ -80,7 +80,7 @@ HEADS_PER_PROGRAM = 8
 def rotary_embedding_triton(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in one launch. Heads of a wider projection are read where they lie."""
+    """One launch. Query and key may be views of heads in a wider projection."""
     query_out, key_out = rotary_embedding_fake(query, key, cos, sin)
     if not query.numel():
         return query_out, key_out

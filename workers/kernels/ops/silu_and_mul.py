@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 BLOCK = 1024
-"""Elements of one program: 8 of each thread, 16 bytes in half precision."""
+"""Elements per program: 8 per thread, 16 bytes in half precision."""
 
 
 def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
@@ -25,13 +25,13 @@ def silu_and_mul_reference(x: torch.Tensor) -> torch.Tensor:
 
 
 def silu_and_mul_fake(x: torch.Tensor) -> torch.Tensor:
-    """The shape of the result."""
+    """Shape and dtype of the result."""
     return torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
 
 
 @kernel()
 def _silu_and_mul(x, out, width, BLOCK: tl.constexpr):
-    """Program (row, part): ``BLOCK`` elements of a row of [rows, 2 * width]."""
+    """Program (row, chunk) computes ``BLOCK`` elements of a row of [rows, 2 * width]."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -43,7 +43,7 @@ def _silu_and_mul(x, out, width, BLOCK: tl.constexpr):
 
 
 def silu_and_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    """The same in one launch."""
+    """One launch."""
     out = silu_and_mul_fake(x)
     if out.numel():
         width = out.shape[-1]

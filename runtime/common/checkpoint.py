@@ -1,9 +1,10 @@
-"""What is in a checkpoint folder, from safetensors headers only: which file holds which tensor, its type and shape.
+"""Inspects a checkpoint folder by its safetensors headers: which file holds which tensor, its dtype and shape.
 
-The header of a safetensors file (an 8-byte little-endian length, then JSON) is parsed here, with every number checked
-against the file's size, so that a broken checkpoint is refused in the driver before any process is started and with
-the names of file and tensor. No tensor data is read (``workers/weights.py`` does that), nothing is executed, and
-pickle files are never opened.
+Headers (an 8-byte little-endian length, then JSON) are parsed here and checked against the file's size, so that a
+broken checkpoint is refused before any process is started, with the names of file and tensor. The library's
+``safe_open`` makes the same checks, but its errors name no file and, for a wrong size, dtype or truncation, no tensor.
+Tensor data is read by ``workers/weights.py`` through the library. Nothing is executed, and pickle files are never
+opened.
 """
 
 from __future__ import annotations

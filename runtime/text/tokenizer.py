@@ -251,9 +251,12 @@ def _byte_letters() -> dict[str, int]:
 class IncrementalDetokenizer:
     """Text of a growing list of tokens: the chunks joined are what decoding prompt and output at once would add.
 
-    Only a window of the last tokens is decoded each time, so a token costs the same however many came before. What
-    may still change is held back: a cut character, and a run of single-byte tokens, which the decoder turns into
+    Only a window of the last tokens is decoded each time, so the cost of a token does not grow with the text. What may
+    still change is held back: an incomplete character, and a run of single-byte tokens, which the decoder turns into
     characters or into replacement characters only as a whole.
+
+    The library's ``DecodeStream`` is not used: it raises "Invalid prefix encountered" for byte-fallback tokens that
+    form no character, which a model can sample, and it never returns an incomplete character at the end.
 
     Args:
         tokenizer: the one that made the prompt.

@@ -7,6 +7,7 @@ never pickles or code. ``prepare.py`` decides whether a MODEL is a folder, ``dem
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ class HubError(InputError):
 def is_hub_name(model: str) -> bool:
     """Whether ``model`` has the form ORG/NAME or ORG/NAME@REVISION."""
     return _NAME.fullmatch(model) is not None
+
+
+def served_name(model: str) -> str:
+    """The name of a model in the API unless the user gives one: a hub name without its revision, else ``model``."""
+    found = None if os.path.exists(model) else _NAME.fullmatch(model)
+    return model if found is None else found["repo"]
 
 
 def download_model(

@@ -63,13 +63,16 @@ class InputProcessor:
         if params.min_tokens > room:
             raise RequestError(
                 f"min_tokens {params.min_tokens} is more than the {room} tokens that a prompt of {len(token_ids)} "
-                f"leaves of max_model_len {self._max_model_len}"
+                f"leaves of max_model_len {self._max_model_len}",
+                param="min_tokens",
             )
         self._check_ids("the prompt", token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        self._check_ids("stop_token_ids", params.stop_token_ids, param="stop_token_ids")
+        self._check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias), param="logit_bias")
         if params.stop and not self._has_tokenizer:
-            raise RequestError("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer, and this engine has none; use stop_token_ids", param="stop"
+            )
         _check_queueing(request.priority, request.cache_salt)
         if params.structured_outputs is not None:
             # Loads llguidance, which no other request needs.
@@ -112,24 +115,27 @@ class InputProcessor:
             return request.cache_salt.encode("utf-8", "surrogatepass")
         return req_id.to_bytes(8, "little") if request.params.n > 1 else None
 
-    def _check_ids(self, what: str, token_ids: tuple[int, ...]) -> None:
+    def _check_ids(self, what: str, token_ids: tuple[int, ...], param: str | None = None) -> None:
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
             return
         position, token_id = next((p, t) for p, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
         raise RequestError(
             f"{what} has token id {token_id} at position {position}; this model's vocabulary has {self._vocab_size} "
-            f"tokens, 0 to {self._vocab_size - 1}"
+            f"tokens, 0 to {self._vocab_size - 1}",
+            param=param,
         )
 
 
 def _check_queueing(priority: Any, cache_salt: Any) -> None:
     if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > MAX_PRIORITY:
         raise RequestError(
-            f"priority is {priority!r:.80}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}, lower goes first"
+            f"priority is {priority!r:.80}; allowed: {-MAX_PRIORITY} to {MAX_PRIORITY}, lower goes first",
+            param="priority",
         )
     if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT_CHARACTERS:
         raise RequestError(
-            f"cache_salt takes a text of at most {MAX_SALT_CHARACTERS} characters; got {cache_salt!r:.80}"
+            f"cache_salt takes a text of at most {MAX_SALT_CHARACTERS} characters; got {cache_salt!r:.80}",
+            param="cache_salt",
         )
 
 

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 from typing_extensions import override
 
-from launch.hub import HubError, download_model, is_hub_name
+from launch.hub import HubError, download_model, is_hub_name, served_name
 from launch.progress import Progress
 from tests.checkpoints import tiny_checkpoint
 
@@ -191,3 +191,12 @@ def test_generate_downloads_and_then_runs_offline(hub: Hub, tmp_path: Path) -> N
         requests = len(hub.paths)
     assert outputs[0] == outputs[1] and json.loads(outputs[0])["completion_tokens"] == 3
     assert len(hub.paths) == requests
+
+
+def test_the_name_in_the_api_has_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [served_name(name) for name in ("org/tiny@v1", "org/tiny", "demo", "/a/b@c")] == [
+        "org/tiny", "org/tiny", "demo", "/a/b@c",
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "tiny@v1").mkdir(parents=True)
+    assert served_name("org/tiny@v1") == "org/tiny@v1"  # A folder of that name is the model.

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, cast
 from launch.cli.args import Parser, Settings, add_engine_flags, add_model, read_settings
 from launch.cli.commands.serve import require
 from launch.cli.output import OutputError
+from launch.hub import served_name
 from launch.progress import Bar, Progress, Throughput
 from runtime.common.errors import InputError, LockstepError, QueueFullError
 
@@ -85,7 +86,9 @@ def run(argv: Sequence[str]) -> int:
         from runtime.server.options import ServerOptions
 
         with AsyncLLM(settings.model, **settings.engine) as llm:
-            options = ServerOptions(served_model_names=tuple(arguments.served_model_name or (settings.model,)))
+            options = ServerOptions(
+                served_model_names=tuple(arguments.served_model_name or (served_name(settings.model),))
+            )
             state = AppState(llm.engine, llm.tokenizer, llm.config, llm.model_config, options)
             try:
                 with Progress().bar("requests", len(items)) as bar:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from launch.cli.args import Parser, Settings, add_engine_flags, add_model, read_settings, whole_number
 from launch.environment import API_KEY_VARIABLE, read_environment
+from launch.hub import served_name
 from runtime.common.errors import ConfigError, InputError
 from runtime.server.options import ServerOptions
 
@@ -52,7 +53,10 @@ def build_parser() -> Parser:
         "show in the process list; without one, no key is required",
     )
     server.add_argument(
-        "--served-model-name", metavar="NAME", nargs="+", help="what requests may call the model; default: MODEL"
+        "--served-model-name",
+        metavar="NAME",
+        nargs="+",
+        help="what requests may call the model; default: MODEL without @REVISION",
     )
     server.add_argument(
         "--drain-timeout",
@@ -107,7 +111,7 @@ def run(argv: Sequence[str]) -> int:
         from launch.llm import AsyncLLM
 
         options = ServerOptions(
-            served_model_names=tuple(arguments.served_model_name or (settings.model,)),
+            served_model_names=tuple(arguments.served_model_name or (served_name(settings.model),)),
             api_key=api_key,
             max_body_bytes=arguments.max_body_bytes,
             drain_seconds=arguments.drain_timeout,

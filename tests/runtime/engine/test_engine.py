@@ -51,6 +51,24 @@ def test_refuses_requests_with_numbers_and_goes_on(prompt: Any, params: dict[str
     assert bench.one([1], max_tokens=2).finish_reason == "length"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"params": SamplingParams(stop_token_ids=(300,))}, "stop_token_ids"),
+        ({"params": SamplingParams(logit_bias={300: 1.0})}, "logit_bias"),
+        ({"params": SamplingParams(min_tokens=199, max_tokens=199), "prompt_token_ids": [1, 2]}, "min_tokens"),
+        ({"params": SamplingParams(stop="x")}, "stop"),
+        ({"priority": 2**31}, "priority"),
+        ({"cache_salt": "s" * 1025}, "cache_salt"),
+        ({"prompt_token_ids": [300]}, None),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        Bench().engine.add(GenerateRequest(**({"prompt_token_ids": [1]} | fields)))
+    assert caught.value.param == param
+
+
 def test_refuses_what_never_fits_the_cache() -> None:
     bench = Bench(num_blocks=10)
     assert bench.engine.max_total_tokens == 41

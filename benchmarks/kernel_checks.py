@@ -60,14 +60,19 @@ def check_rotary_embedding(
 def check_kv_cache_write(
     device: str, dtype: torch.dtype, *, rows: int, kv_heads: int, head_dim: int, block_size: int
 ) -> float:
-    """0.0, as nothing is computed: keys and values of a fused projection, every third without a slot."""
+    """0.0, as nothing is computed: keys and values of a fused projection, every third token with slot -1 or beyond.
+
+    The block behind the cache has to stay as it was.
+    """
     blocks = -(-rows // block_size) + 2
     new = _random(device, dtype, rows, 2, kv_heads, head_dim)
     slots = torch.randperm(blocks * block_size)[:rows]
     slots[2::3] = -1
-    caches = [torch.full((blocks, 2, kv_heads, block_size, head_dim), NAN, dtype=dtype, device=device) for _ in "ab"]
-    kv_cache_write.kv_cache_write_triton(new[:, 0], new[:, 1], caches[0], slots.to(device))
-    kv_cache_write.kv_cache_write_reference(new[:, 0], new[:, 1], caches[1], slots.to(device))
+    slots[5::6] = blocks * block_size
+    shape = (blocks + 1, 2, kv_heads, block_size, head_dim)
+    caches = [torch.full(shape, NAN, dtype=dtype, device=device) for _ in "ab"]
+    kv_cache_write.kv_cache_write_triton(new[:, 0], new[:, 1], caches[0][:blocks], slots.to(device))
+    kv_cache_write.kv_cache_write_reference(new[:, 0], new[:, 1], caches[1][:blocks], slots.to(device))
     torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=0, equal_nan=True)
     return 0.0
 

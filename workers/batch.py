@@ -277,6 +277,11 @@ class BatchBuffers:
                 f"step {step_id} wants tokens {first} to {last} of request {request.req_id}, which has "
                 f"{request.num_tokens} here"
             )
+        if last > request.num_blocks * self.block_size:
+            raise ProtocolError(
+                f"step {step_id} computes token {last} of request {request.req_id}, whose {request.num_blocks} KV "
+                f"blocks hold {request.num_blocks * self.block_size}"
+            )
         positions = np.arange(first, last)
         self.input_ids.array[start:end] = request.token_ids[first:last]
         self.positions.array[start:end] = positions

@@ -159,3 +159,10 @@ def test_argmax_only_requests_need_nothing_but_the_argmax(params: dict[str, Any]
     buffers.update_requests(StepPlan(0, (), (new(1, 2), new(2, 2, **params))))
     assert buffers.requests[1].argmax_only
     assert not buffers.requests[2].argmax_only
+
+
+def test_tokens_without_blocks_are_refused() -> None:
+    buffers = make_buffers()
+    plan = StepPlan(3, (ScheduledRequest(1, 5, (2,)),), (new(1, 5),))
+    with pytest.raises(ProtocolError, match="step 3 computes token 5 of request 1, whose 1 KV blocks hold 4"):
+        run(buffers, plan, 8)

@@ -43,7 +43,8 @@ def test_a_token_has_the_same_bits_in_every_batch_up_to_the_threshold(dtype: tor
             assert differing_rows(dtype, tokens) == []
 
 
-@pytest.mark.xfail(strict=True, reason="beyond the threshold F.linear computes, with another order of summation")
+# Not strict: another oneDNN may sum in the order of the C kernel.
+@pytest.mark.xfail(strict=False, reason="beyond the threshold F.linear computes, with another order of summation")
 @pytest.mark.parametrize("dtype", BOUNDED)
 def test_a_token_has_the_same_bits_beyond_the_threshold(dtype: torch.dtype) -> None:
     # Rounding to 16 bits hides most differences of the sums: enough outputs show some.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def kv_cache_write_reference(
     key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Store keys and values token by token; slot -1 is skipped.
+    """Store keys and values token by token; slots outside the cache, -1 among them, are skipped.
 
     Args:
         key: [T_padded, num_kv_heads, head_dim].
@@ -31,7 +31,7 @@ def kv_cache_write_reference(
     block_size = kv_cache.shape[3]
     slots: list[int] = slot_mapping.tolist()
     for token, slot in enumerate(slots):
-        if slot >= 0:
+        if 0 <= slot < kv_cache.shape[0] * block_size:
             kv_cache[slot // block_size, 0, :, slot % block_size] = key[token]
             kv_cache[slot // block_size, 1, :, slot % block_size] = value[token]
 
@@ -44,13 +44,14 @@ def kv_cache_write_fake(
 
 @kernel()
 def _kv_cache_write(
-    key, value, cache, slot_mapping, stride_key_token, stride_key_head, stride_value_token, stride_value_head,
+    key, value, cache, slot_mapping, num_slots,
+    stride_key_token, stride_key_head, stride_value_token, stride_value_head,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Program i stores keys and values of all heads of token i."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if slot < 0:
+    if (slot < 0) | (slot >= num_slots):
         return
     head, at = tl.arange(0, HEADS)[:, None], tl.arange(0, DIM)[None, :]
     inside = (head < KV_HEADS) & (at < HEAD_DIM)
@@ -75,6 +76,7 @@ def kv_cache_write_triton(
         value,
         kv_cache,
         slot_mapping,
+        kv_cache.shape[0] * block_size,
         key.stride(0),
         key.stride(1),
         value.stride(0),

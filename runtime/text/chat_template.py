@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from runtime.common.errors import CheckpointError, RequestError
+from runtime.text.helper_process import helper_command, limit_process
 
 RENDER_SECONDS = 3.0
 """Deadline of one rendering. Templates of published models take milliseconds."""
@@ -108,9 +108,8 @@ class ChatTemplate:
             self._stop()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        roots = [str(Path(__file__).resolve().parents[2]), *sys.path]
-        program = f"import sys; sys.path[:] = {roots!r}; from runtime.text.chat_template import serve; serve()"
-        helper = subprocess.Popen([sys.executable, "-I", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = helper_command("runtime.text.chat_template", "serve")
+        helper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._helper = helper
         self._finalizer = weakref.finalize(self, _end, helper)
         set_up = json.dumps({"source": self._source, "variables": self._variables, "seconds": self._seconds})
@@ -170,8 +169,7 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the driver ends the helper.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    limit_process(memory_bytes=MEMORY_BYTES)
     set_up = json.loads(sys.stdin.buffer.readline())
     environment = _environment()
     _reply("ok", "")

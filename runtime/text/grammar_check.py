@@ -12,12 +12,10 @@ import functools
 import json
 import math
 import re
-import resource
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 from runtime.common.errors import RequestError
 from runtime.common.grammar import (
@@ -31,49 +29,33 @@ from runtime.common.grammar import (
     to_grammar,
 )
 from runtime.common.sampling_params import StructuredOutputs
+from runtime.text.helper_process import helper_command, limit_process
 
 MAX_BUILD_SECONDS = 1.0
-
 """CPU time that making a grammar ready may take. Rank 0 compiles it within a step, which delays every request."""
 
-
 TRIAL_SECONDS = 2
-
 """CPU time after which a trial is ended, its start included."""
 
-
 TRIAL_WALL_SECONDS = 30.0
-
 """Time after which a trial is given up on a machine that has no CPU time for it."""
 
-
 TRIAL_MEMORY_BYTES = 1024 * 1024 * 1024
-
 """Address space of a trial."""
 
-
 TRIAL_STACK_BYTES = 2 * 1024 * 1024
-
 """Stack of a trial: a quarter of what a rank has, so that what passes here does not overflow there."""
 
-
 SIMPLE_CHARACTERS = 16 * 1024
-
-"""Longer grammars are tried in a process of their own."""
-
+"""Longer grammars are tried in a subprocess."""
 
 SIMPLE_REFERENCES = 100
-
-"""Schemas with more references, which may be a deep chain, are tried in a process of their own."""
-
+"""Schemas with more references, which may be a deep chain, are tried in a subprocess."""
 
 SIMPLE_REPEATS = 10_000
-
-"""Expressions whose counts, e.g. 3 in ``(ab){3}``, multiply to more are tried in a process of their own."""
-
+"""Expressions whose counts, e.g. 3 in ``(ab){3}``, multiply to more are tried in a subprocess."""
 
 HARD_KEYWORDS = ("allOf", "oneOf", "not", "pattern", "patternProperties", "multipleOf", "propertyNames", "format")
-
 """JSON schema keywords that intersect languages, or count."""
 
 
@@ -89,9 +71,7 @@ def check_structured(outputs: StructuredOutputs) -> None:
 
 def serve_trial() -> None:
     """What runs in the process of a trial: a grammar on stdin, what is wrong with it as JSON on stdout."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_SECONDS, TRIAL_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (TRIAL_MEMORY_BYTES, TRIAL_MEMORY_BYTES))
+    limit_process(memory_bytes=TRIAL_MEMORY_BYTES, cpu_seconds=TRIAL_SECONDS)
     threading.stack_size(TRIAL_STACK_BYTES)
     grammar = sys.stdin.buffer.read().decode()
 
@@ -141,9 +121,7 @@ def _problem(grammar: str) -> str:
 
 def _try_apart(grammar: str) -> str:
     """:func:`_problem`, found by a process that can be ended."""
-    roots = [str(Path(__file__).resolve().parents[2]), *sys.path]
-    program = f"import sys; sys.path[:] = {roots!r}; from runtime.text.grammar_check import serve_trial; serve_trial()"
-    command = [sys.executable, "-I", "-c", program]
+    command = helper_command("runtime.text.grammar_check", "serve_trial")
     try:
         done = subprocess.run(
             command, input=grammar.encode(), capture_output=True, timeout=TRIAL_WALL_SECONDS, check=False

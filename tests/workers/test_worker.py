@@ -30,11 +30,23 @@ from runtime.common.protocol import (
 from runtime.common.sampling_params import SamplingParams
 from tests.checkpoints import tiny_checkpoint
 from tests.workers.graphs.split_model import compile_without_inductor
+from workers.attention import cpu_paged
 from workers.faults import FaultyRunner
+from workers.kernels import elementwise
+from workers.quantization import cpu_linear
 from workers.runner import ModelRunner
+from workers.sampling import native_sampling
 from workers.worker import RankInfo, Worker, rank_exception
 
 GROUP = {"init_method": "", "same_host": True, "run_id": "run"}
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget afterwards the C kernels that a worker loads: other tests expect the PyTorch forms."""
+    for library in (cpu_paged._library, elementwise._library, native_sampling._Native):
+        monkeypatch.setattr(library, "library", library.library)
+    monkeypatch.setattr(cpu_linear._Native, "call", cpu_linear._Native.call)
 
 
 class Driver:
